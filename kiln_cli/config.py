@@ -1,0 +1,454 @@
+"""The run config: TOML or JSON in, checked structs out. Every fault is gathered before any is reported.
+
+Paths count from the config file's directory (``base_dir`` overrides it, which is how the copy in a run directory keeps
+pointing at the same files). Unknown keys are refused. ``docs/config.md`` lists every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+import tomli_w
+from msgspec import Meta
+
+from kiln_cli import strict_json
+from kiln_cli.errors import KilnError
+from kiln_cli.files import NAME_PATTERN, read_bounded
+from kiln_cli.identity import Domain, domain_json_sha256
+from kiln_cli.text import printable
+
+SCHEMA = "kiln.config.v1"
+# What a stage reads of a config; its evidence holds the digest of these sections.
+PREPARE_SECTIONS = ("project", "datasets", "data")
+ADMIT_SECTIONS = ("model", "admit")
+TRAIN_SECTIONS = ("project", "model", "train")
+SIZE_LIMIT = 4 * 1024 * 1024
+
+Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+
+
+class CrossFault(NamedTuple):
+    """A fault that no field's type can state; reported when the fields it is about are sound themselves."""
+
+    fields: tuple[str, ...]
+    text: str
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of the config. Types and bounds stand in the annotations; ``faults`` adds what they cannot say."""
+
+    def faults(self) -> Iterable[CrossFault]:
+        return ()
+
+
+class ProjectConfig(Section, frozen=True, kw_only=True):
+    name: NonEmpty = "kiln"
+    seed: Annotated[int, Meta(ge=0)] = 42
+
+    def faults(self) -> Iterable[CrossFault]:
+        if self.seed >= 2**64:
+            yield CrossFault(("seed",), f"seed = {self.seed} is above 2^64-1")
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """``path``: a Hugging Face model directory. ``id``: how artifacts name the base model (its digest if not given)."""
+
+    path: NonEmpty | None = None
+    id: NonEmpty | None = None
+
+
+class DatasetConfig(Section, frozen=True, kw_only=True):
+    """One source of raw rows. ``id`` goes before the rows' own ids; the file's name without suffix if not given."""
+
+    language: Annotated[str, Meta(pattern=r"^[a-z]{2}$")] = "en"
+    path: NonEmpty
+    source: NonEmpty = "auto"
+    id: NonEmpty | None = None
+    revision: NonEmpty | None = None
+    source_id_column: NonEmpty | None = None
+
+    @property
+    def dataset_id(self) -> str:
+        return self.id or Path(self.path).name.split(".")[0]
+
+
+class DataConfig(Section, frozen=True, kw_only=True):
+    n_train: Count = 15_000
+    n_validation: Count = 1_000
+    n_test: Count = 1_000
+    min_query_chars: Count = 10
+    max_query_chars: Count = 2_000
+    max_calls: Annotated[int, Meta(ge=1, le=64)] = 1
+
+    def faults(self) -> Iterable[CrossFault]:
+        if self.max_query_chars <= self.min_query_chars:
+            yield CrossFault(
+                ("max_query_chars", "min_query_chars"),
+                f"max_query_chars = {self.max_query_chars} is not above min_query_chars = {self.min_query_chars}",
+            )
+
+
+class AdmitConfig(Section, frozen=True, kw_only=True):
+    """``template``: "model" (the model's own), a registered name, or a path. ``max_tokens``: the model's positions if
+    not given. ``date``: what a template that asks for the date is told."""
+
+    template: NonEmpty = "model"
+    tools: Literal["auto", "native", "system"] = "auto"
+    invalid_row_policy: Literal["fail", "skip"] = "fail"
+    max_tokens: Annotated[int, Meta(ge=2)] | None = None
+    control_tokens: Literal["text", "reject"] = "text"
+    date: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
+
+
+class OptimizerConfig(Section, frozen=True, kw_only=True):
+    """One of torch's optimizers. Only the fields of its kind may be given."""
+
+    kind: Literal["muon", "adam_w", "sgd"] = "muon"
+    momentum: Fraction | None = None
+    nesterov: bool | None = None
+    ns_iters: Annotated[int, Meta(ge=1, le=20)] | None = None
+    beta1: Fraction | None = None
+    beta2: Fraction | None = None
+    eps: Positive | None = None
+    weight_decay: NotNegative | None = None
+
+    DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {
+        "muon": {"momentum": 0.95, "nesterov": True, "ns_iters": 5, "weight_decay": 0.0},
+        "adam_w": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+        "sgd": {},
+    }
+
+    def resolved(self) -> dict[str, Any]:
+        """The hyper-parameters of this kind, defaults filled in."""
+        given = {name: getattr(self, name) for name in self.DEFAULTS[self.kind]}
+        return {name: self.DEFAULTS[self.kind][name] if value is None else value for name, value in given.items()}
+
+    def faults(self) -> Iterable[CrossFault]:
+        for field in msgspec.structs.fields(self):
+            name = field.name
+            if name != "kind" and getattr(self, name) is not None and name not in self.DEFAULTS[self.kind]:
+                allowed = ", ".join(self.DEFAULTS[self.kind]) or "no fields"
+                yield CrossFault(
+                    (name, "kind"), f"{name} is no field of optimizer kind {self.kind!r} (it has: {allowed})"
+                )
+
+
+class TrainConfig(Section, frozen=True, kw_only=True):
+    """Profile ``native_online_lora_v1``: one conversation, one step, a constant rate. Everything else is refused."""
+
+    profile: Literal["native_online_lora_v1"] = "native_online_lora_v1"
+    adapter: NonEmpty = "adapter"
+    loss: NonEmpty = "cross_entropy"
+    epochs: Count = 3
+    learning_rate: Positive | None = None
+    lora_rank: Count = 16
+    lora_alpha: Positive = 32.0
+    allow_high_lora_scale: bool = False
+    target_modules: Annotated[list[NonEmpty], Meta(min_length=1)] | None = None
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint_interval: Count | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: Count | None = None
+
+    DEFAULT_RATES: ClassVar[dict[str, float]] = {"muon": 1e-3, "adam_w": 1e-4, "sgd": 1e-4}
+
+    @property
+    def rate(self) -> float:
+        return self.DEFAULT_RATES[self.optimizer.kind] if self.learning_rate is None else self.learning_rate
+
+    def faults(self) -> Iterable[CrossFault]:
+        if NAME_PATTERN.match(self.adapter) is None:
+            yield CrossFault(
+                ("adapter",),
+                f"adapter = {printable(self.adapter)!r} is no name (letters, digits, '.', '_', '-'; no leading dot)",
+            )
+        if not 1.2e-38 < self.rate < 3.4e38:
+            yield CrossFault(
+                ("learning_rate", "optimizer"), f"learning_rate = {self.rate} is zero or infinite as a 32-bit float"
+            )
+        if self.lora_alpha / self.lora_rank > 2.0 and not self.allow_high_lora_scale:
+            yield CrossFault(
+                ("lora_alpha", "lora_rank"),
+                f"lora_alpha / lora_rank = {self.lora_alpha / self.lora_rank:g} is above 2"
+                " (allow_high_lora_scale = true permits it)",
+            )
+        if self.optimizer.kind == "muon" and self.lora_rank < 2:
+            yield CrossFault(
+                ("lora_rank", "optimizer"), "lora_rank = 1 is too low for optimizer kind 'muon' (2 or more)"
+            )
+
+
+# What users of general trainers look for, and why this profile has no such key.
+REFUSED_KEYS = {
+    **dict.fromkeys(
+        ("batch_size", "per_device_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        "native_online_lora_v1 takes one conversation a step",
+    ),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
+        "native_online_lora_v1 keeps the learning rate constant",
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "native_online_lora_v1 does not clip gradients"),
+    **dict.fromkeys(("lora_dropout", "dropout"), "native_online_lora_v1 has no dropout"),
+    **dict.fromkeys(("packing", "max_sequence_length", "truncation"), "rows are never packed or cut"),
+    **dict.fromkeys(
+        ("detect_anomaly", "grad_checkpoint_segments", "adapter_smoke_test", "base_adapter", "train_mtp"),
+        "not built in this version",
+    ),
+    **dict.fromkeys(
+        ("release_failed_pair_digest", "checks", "ratios", "group_by", "stratify_by", "near_duplicate_threshold"),
+        "not built in this version",
+    ),
+}
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    schema: Literal["kiln.config.v1"]
+    base_dir: NonEmpty | None = None
+    project: ProjectConfig = ProjectConfig()
+    model: ModelConfig = ModelConfig()
+    datasets: list[DatasetConfig] = []
+    data: DataConfig = DataConfig()
+    admit: AdmitConfig = AdmitConfig()
+    train: TrainConfig = TrainConfig()
+
+    def faults(self) -> Iterable[CrossFault]:
+        languages = [dataset.language for dataset in self.datasets]
+        for language in sorted({name for name in languages if languages.count(name) > 1}):
+            yield CrossFault(("datasets",), f"datasets: language {language!r} stands more than once")
+        for index, dataset in enumerate(self.datasets):
+            if dataset.source_id_column is not None:
+                yield CrossFault(
+                    ("datasets",), f"datasets[{index}].source_id_column: paired sources are not built in this version"
+                )
+        if len(self.datasets) > 1:
+            yield CrossFault(
+                ("datasets",), f"datasets: {len(self.datasets)} sources; more than one is not built in this version"
+            )
+
+
+class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked config and the directory that its relative paths count from."""
+
+    run: RunConfig
+    base_dir: Path
+    path: Path | None = None
+
+    def resolve(self, path: str) -> Path:
+        return Path(os.path.normpath(self.base_dir / path))
+
+    def sha256(self, *sections: str) -> str:
+        """Digest of what a stage reads of the config: a change elsewhere changes nothing for it."""
+        value = msgspec.to_builtins(self.run)
+        return domain_json_sha256(Domain.CONFIG, {name: value[name] for name in sections})
+
+    def model_dir(self) -> Path:
+        """Raises KilnError KLN203 where the config names no model."""
+        if self.run.model.path is None:
+            raise KilnError("KLN203", "[model] path is missing", hint="name a Hugging Face model directory there")
+        return self.resolve(self.run.model.path)
+
+    def resolved_toml(self, run: Path) -> bytes:
+        """The config with every default written out, as a config that works from the run directory."""
+        value = _without_none(msgspec.to_builtins(self.run))
+        value["base_dir"] = Path(os.path.relpath(self.base_dir.resolve(), run.resolve())).as_posix()
+        return tomli_w.dumps(value).encode("utf-8")
+
+
+def load_config(path: Path, assignments: Iterable[str] = ()) -> LoadedConfig:
+    """Reads and checks a config; ``assignments`` are ``section.key=value`` texts that override it.
+
+    Raises KilnError KLN202 where the file is no config at all, and KLN203 with every fault that it has.
+    """
+    text = _read_text(path)
+    value = _parse(path, text)
+    for assignment in assignments:
+        _assign(value, assignment)
+    faults: list[str] = []
+    run = _decode(RunConfig, value, "", faults)
+    if faults or run is None:
+        located = [f"  {_place(path, text, fault)} {fault}" for fault in faults]
+        plural = "fault" if len(faults) == 1 else "faults"
+        raise KilnError(
+            "KLN203",
+            f"{printable(path)} has {len(faults)} {plural}:\n" + "\n".join(located),
+            hint="mend each line above; docs/config.md lists every key",
+            details={"faults": faults},
+        )
+    base = path.parent if run.base_dir is None else path.parent / run.base_dir
+    return LoadedConfig(run=msgspec.structs.replace(run, base_dir=None), base_dir=base, path=path)
+
+
+def _read_text(path: Path) -> str:
+    data = read_bounded(path, SIZE_LIMIT)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KilnError("KLN202", f"{printable(path)} is no UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = strict_json.parse(text.encode()) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise KilnError(
+            "KLN202", f"{printable(path)} cannot be parsed: {printable(error)}", hint="mend the syntax at that place"
+        ) from None
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        found = value.get("schema") if isinstance(value, dict) else None
+        raise KilnError(
+            "KLN202",
+            f"{printable(path)} has schema {printable(repr(found))}, expected {SCHEMA!r}",
+            hint=f'begin the file with schema = "{SCHEMA}"',
+        )
+    return value
+
+
+def _assign(value: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts) or not _is_unicode(assignment):
+        raise KilnError(
+            "KLN201", f"--set {printable(assignment)!r} is not section.key=value", hint="for example train.epochs=2"
+        )
+    target: Any = value
+    for part in parts[:-1]:
+        if isinstance(target, list) and part.isdigit() and int(part) < len(target):
+            target = target[int(part)]
+        elif isinstance(target, dict):
+            target = target.setdefault(part, {})
+        else:
+            raise KilnError("KLN201", f"--set {printable(key)!r}: there is no {printable(part)!r}")
+    if not isinstance(target, dict):
+        raise KilnError("KLN201", f"--set {printable(key)!r}: {printable(parts[-2])!r} is no table")
+    target[parts[-1]] = _toml_value(text.strip())
+
+
+def _is_unicode(text: str) -> bool:
+    """Arguments that are no UTF-8 reach Python as lone surrogates, which no file of evidence can hold."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _toml_value(text: str) -> Any:
+    """``text`` as a TOML value; what is none is a plain string, so that shells need no double quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _decode(kind: type[Any], value: Any, at: str, faults: list[str]) -> Any:
+    """A struct from a mapping; adds one text a fault and returns None where there is any."""
+    if not isinstance(value, dict):
+        faults.append(f"{at or 'the config'} must be a table, found {printable(repr(value))}")
+        return None
+    before = len(faults)
+    unsound: set[str] = set()
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    faults.extend(_unknown_key(key, fields, at) for key in value if key not in fields)
+    arguments = {}
+    for name, field in fields.items():
+        path = f"{at}.{name}" if at else name
+        if name not in value:
+            if field.required:
+                faults.append(f"{path} is missing")
+                unsound.add(name)
+            continue
+        count = len(faults)
+        decoded = _decode_field(field.type, value[name], path, faults)
+        if len(faults) == count:
+            arguments[name] = decoded
+        else:
+            unsound.add(name)
+    if not any(fields[name].required for name in unsound):
+        section = kind(**arguments)
+        prefix = f"{at}." if at else ""
+        faults.extend(prefix + fault.text for fault in section.faults() if unsound.isdisjoint(fault.fields))
+        if len(faults) == before:
+            return section
+    return None
+
+
+def _decode_field(kind: Any, value: Any, path: str, faults: list[str]) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Section):
+        if kind is OptimizerConfig and isinstance(value, str):
+            value = {"kind": value}
+        return _decode(kind, value, path, faults)
+    if get_origin(kind) is list and isinstance(get_args(kind)[0], type) and issubclass(get_args(kind)[0], Section):
+        items = value if isinstance(value, list) else [value]
+        return [_decode(get_args(kind)[0], item, f"{path}[{i}]", faults) for i, item in enumerate(items)]
+    try:
+        decoded = msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        allowed = ", ".join(_choices(kind))
+        expected = f"expected one of: {allowed}" if allowed else _lower_first(str(error))
+        faults.append(f"{path} = {printable(repr(value))}: {expected}")
+        return None
+    if isinstance(decoded, float) and not math.isfinite(decoded):
+        faults.append(f"{path} = {decoded}: expected a finite number")
+    return decoded
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a Literal, also of an optional one."""
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    return [choice for part in get_args(kind) for choice in _choices(part)]
+
+
+def _unknown_key(key: str, fields: Iterable[str], at: str) -> str:
+    path = printable(f"{at}.{key}" if at else key)
+    if key in REFUSED_KEYS:
+        return f"{path} is refused: {REFUSED_KEYS[key]}"
+    near = difflib.get_close_matches(key, list(fields), n=1)
+    return f"{path} is no key" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _place(path: Path, text: str, fault: str) -> str:
+    """``file:line`` of the key that a fault begins with, or of the table that holds it; the file alone where neither
+    stands in it (``--set``)."""
+    dotted = re.match(r"[A-Za-z0-9_.\[\]]+", fault)
+    parts = re.sub(r"\[\d+\]", "", dotted.group()).split(".") if dotted else []
+    while parts:
+        line = _line_of_key(text, parts[:-1], parts[-1])
+        if line:
+            return f"{printable(path)}:{line}:"
+        parts.pop()
+    return f"{printable(path)}:"
+
+
+def _line_of_key(text: str, header: list[str], key: str) -> int:
+    current: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if found := re.match(r"\s*\[\[?\s*([A-Za-z0-9_.]+)\s*\]", line):
+            current = found.group(1).split(".")
+            if current == [*header, key]:
+                return number
+        elif current == header and re.match(rf"\s*{re.escape(key)}\s*=", line):
+            return number
+    return 0
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:].replace("`", "")
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value

@@ -1,0 +1,164 @@
+"""Writing and reading JSON documents of evidence, and the run directory they lie in.
+
+A document is sorted JSON with two spaces of indent and a line feed at the end; reading demands exactly those bytes, so
+no byte of it is outside what its digests cover.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kiln_cli import strict_json
+from kiln_cli.errors import KilnError
+from kiln_cli.files import AtomicFile, hash_file, read_bounded, write_file
+from kiln_cli.identity import Domain, canonical_json, domain_json_sha256
+from kiln_cli.receipts import MANIFEST_SCHEMA, RECEIPT_TYPE, FileRef, ManifestRef, StageManifest, TrainReceipt
+from kiln_cli.text import printable
+
+DOCUMENT_LIMIT = 256 * 1024 * 1024
+RECEIPT_NAME = "train_receipt.json"
+MANIFEST_NAMES = {"prepare": "data_manifest.json", "admit": "admit_manifest.json"}
+
+T = TypeVar("T")
+
+
+def document(value: Any) -> bytes:
+    """The bytes of an evidence document."""
+    return msgspec.json.format(canonical_json(value), indent=2) + b"\n"
+
+
+def read_document(path: Path, kind: type[T], schema: str, field: str = "schema") -> T:
+    """Reads a document strictly. Raises KilnError KLN206 for damage, another schema, or bytes not in canonical form."""
+    data = read_bounded(path, DOCUMENT_LIMIT)
+    try:
+        value = strict_json.parse_object(data)
+    except strict_json.JsonFault as fault:
+        raise damaged(path, fault.detail) from None
+    if value.get(field) != schema:
+        raise damaged(path, f"{field} is {printable(repr(value.get(field)))}, expected {schema!r}")
+    try:
+        result = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise damaged(path, str(error)) from None
+    if document(value) != data:
+        raise damaged(path, "its bytes are not in canonical form")
+    return result
+
+
+def damaged(path: Path, detail: str) -> KilnError:
+    return KilnError("KLN206", f"{printable(path)}: {printable(detail)}", hint="run the stage that writes it again")
+
+
+def reference(
+    written: AtomicFile, run: Path, kind: str, *, schema: str | None = None, rows: int | None = None
+) -> FileRef:
+    """How a manifest names a file that was just written into the run."""
+    return FileRef(
+        path=written.path.relative_to(run).as_posix(),
+        base="run",
+        kind=kind,
+        schema=schema,
+        sha256=written.sha256,
+        bytes=written.size,
+        rows=rows,
+    )
+
+
+def manifest_path(run: Path, stage: str) -> Path:
+    return run / MANIFEST_NAMES[stage]
+
+
+def write_manifest(run: Path, manifest: StageManifest, started: float, base_dir: Path) -> AtomicFile:
+    """Completes and writes a stage's manifest, the last file of the stage.
+
+    Where the run already holds a manifest of equal content, that one stays as it is, times included: an unchanged stage
+    makes nothing after it run again.
+    """
+    manifest.content_sha256 = content_sha256(manifest)
+    path = manifest_path(run, manifest.stage)
+    previous = _read_if_sound(path)
+    if previous is not None and previous.content_sha256 == manifest.content_sha256:
+        manifest.produced = previous.produced
+    else:
+        manifest.produced = {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": round(time.monotonic() - started, 3),
+            "base_dir": relative_base(run, base_dir),
+        }
+    return write_file(path, document(manifest))
+
+
+def content_sha256(manifest: StageManifest) -> str:
+    value = msgspec.to_builtins(manifest)
+    del value["produced"], value["content_sha256"]
+    return domain_json_sha256(Domain.MANIFEST_CONTENT, value)
+
+
+def read_manifest(run: Path, stage: str) -> StageManifest:
+    """A stage's manifest, checked against its own digest. Raises KilnError KLN206 with the command that makes one."""
+    path = manifest_path(run, stage)
+    if not path.exists():
+        raise KilnError(
+            "KLN206", f"{printable(path)} is missing", hint=f"run `kiln {stage} CONFIG --out {printable(run)}` first"
+        )
+    manifest = read_document(path, StageManifest, MANIFEST_SCHEMA)
+    if manifest.content_sha256 != content_sha256(manifest):
+        raise damaged(path, f"content_sha256 is {manifest.content_sha256}, expected {content_sha256(manifest)}")
+    if manifest.stage != stage:
+        raise damaged(path, f"stage is {manifest.stage!r}, expected {stage!r}")
+    return manifest
+
+
+def manifest_reference(run: Path, stage: str) -> ManifestRef:
+    """How the next stage's evidence names this one."""
+    return ManifestRef(path=MANIFEST_NAMES[stage], content_sha256=read_manifest(run, stage).content_sha256)
+
+
+def read_receipt(path: Path) -> TrainReceipt:
+    """A train receipt as written; its digests and claims are verify-receipt's to check. Raises KilnError KLN206."""
+    if not path.exists():
+        raise KilnError("KLN206", f"{printable(path)} is missing", hint="run `kiln train CONFIG --out RUN` first")
+    return read_document(path, TrainReceipt, RECEIPT_TYPE, field="receipt_type")
+
+
+def locate(ref: FileRef, run: Path, manifest: StageManifest) -> Path:
+    """Where a referenced file should lie."""
+    if ref.base == "run":
+        return run / ref.path
+    return Path(os.path.normpath(run / manifest.produced.get("base_dir", ".") / ref.path))
+
+
+def require_unchanged(ref: FileRef, path: Path, vouched_by: str) -> None:
+    """Raises KilnError KLN207 with both digests where a file is not what a manifest says."""
+    sha256, size = hash_file(path)
+    if (sha256, size) != (ref.sha256, ref.bytes):
+        raise KilnError(
+            "KLN207",
+            f"{printable(path)} changed after {vouched_by} vouched for it: "
+            f"sha256 is {sha256} ({size} bytes), expected {ref.sha256} ({ref.bytes} bytes)",
+            hint="run the stages from this file on again",
+        )
+
+
+def relative_base(run: Path, base_dir: Path) -> str:
+    """The directory that locators count from, relative to the run directory, so that no machine's path is stored."""
+    return Path(os.path.relpath(base_dir.resolve(), run.resolve())).as_posix()
+
+
+def nonzero(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count}
+
+
+def _read_if_sound(path: Path) -> StageManifest | None:
+    if not path.exists():
+        return None
+    try:
+        return read_document(path, StageManifest, MANIFEST_SCHEMA)
+    except KilnError:
+        return None  # damaged: it is about to be replaced

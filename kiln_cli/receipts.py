@@ -1,0 +1,252 @@
+"""The shapes of evidence: references to files, stage manifests, drop summaries, ingestion and train receipts.
+
+``docs/artifacts.md`` explains every field. Unknown fields are refused on read, so nothing rides along unverified.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kiln_cli.errors import KilnError
+from kiln_cli.identity import Domain, canonical_json, corpus_sha256, domain_json_sha256, is_hash, sha256_hex
+from kiln_cli.plugins import LoadedPlugin
+
+MANIFEST_SCHEMA = "kiln.manifest.v1"
+INGESTION_SCHEMA = "kiln.sft-ingestion.v1"
+DROP_SUMMARY_SCHEMA = "sommelier.drop_summary.v2"
+RECEIPT_TYPE = "kiln_train_receipt"
+RECEIPT_VERSION = 1
+INGESTION_SOURCES = ("inline", "dataset_path", "named_dataset", "corrections", "recipe", "rust_api")
+INGESTION_REASONS = ("invalid_json", "empty_messages", "invalid_role", "tokenization_error")
+
+
+class FileRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file by content. ``base``: ``path`` counts from the run directory, or from the config file's directory."""
+
+    path: str
+    base: Literal["run", "config"]
+    kind: str
+    schema: str | None = None
+    sha256: str
+    bytes: int
+    rows: int | None = None
+
+
+class ManifestRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The manifest of the stage before, by content: the same work done at another time is the same evidence."""
+
+    path: str
+    content_sha256: str
+
+
+class StageManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stage read, did and wrote; written last, so its presence means that the stage is done.
+
+    ``content_sha256`` leaves out ``produced`` (times, host) and itself: it is what two runs are compared by.
+    """
+
+    schema: str = MANIFEST_SCHEMA
+    stage: str
+    kiln_version: str
+    plugins: list[LoadedPlugin]
+    config_sha256: str
+    previous: ManifestRef | None = None
+    inputs: list[FileRef]
+    outputs: list[FileRef]
+    counts: dict[str, Any]
+    details: dict[str, Any] = {}
+    produced: dict[str, Any] = {}
+    content_sha256: str = ""
+
+    def output(self, path: str) -> FileRef:
+        return _find(self.outputs, path, self.stage)
+
+    def input(self, path: str) -> FileRef:
+        return _find(self.inputs, path, self.stage)
+
+
+def _find(refs: list[FileRef], path: str, stage: str) -> FileRef:
+    for ref in refs:
+        if ref.path == path:
+            return ref
+    raise KilnError("KLN206", f"the manifest of {stage} does not name {path}", hint=f"run `kiln {stage}` again")
+
+
+class RejectedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    row_index: int
+    row_sha256: str
+    reason: str
+
+
+class IngestionReceipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kiln.sft-ingestion.v1``: which rows were kept and which were not, by hash, in order."""
+
+    schema: str = INGESTION_SCHEMA
+    source: str
+    source_locator: str | UnsetType = UNSET
+    invalid_row_policy: str
+    rows_read: int
+    rows_kept: int
+    rows_rejected: int
+    kept_row_hashes: list[str]
+    rejected_rows: list[RejectedRow]
+    kept_corpus_sha256: str
+
+    def faults(self) -> list[str]:
+        """What contradicts what, in the contract's order; empty for a sound receipt."""
+        return [text for text, holds in self._checks() if not holds]
+
+    def identity(self) -> str:
+        """What checkpoints are bound to: SHA-256 of the canonical JSON, without a domain."""
+        return "sha256:" + sha256_hex(canonical_json(self))
+
+    def _checks(self) -> list[tuple[str, bool]]:
+        locator = self.source_locator
+        indices = [row.row_index for row in self.rejected_rows]
+        increasing = all(a < b for a, b in zip([0, *indices], indices, strict=False))
+        return [
+            (f"schema is {self.schema!r}, expected {INGESTION_SCHEMA!r}", self.schema == INGESTION_SCHEMA),
+            (f"source {self.source!r} is unknown", self.source in INGESTION_SOURCES),
+            ("source_locator is blank", not isinstance(locator, str) or bool(locator.strip())),
+            (
+                f"invalid_row_policy {self.invalid_row_policy!r} is neither fail nor skip",
+                self.invalid_row_policy in ("fail", "skip"),
+            ),
+            (
+                f"rows_read {self.rows_read} != kept {self.rows_kept} + rejected {self.rows_rejected}",
+                self.rows_read == self.rows_kept + self.rows_rejected,
+            ),
+            ("no row is kept", self.rows_kept > 0),
+            (
+                f"rows_kept {self.rows_kept} != {len(self.kept_row_hashes)} kept hashes",
+                self.rows_kept == len(self.kept_row_hashes),
+            ),
+            (
+                f"rows_rejected {self.rows_rejected} != {len(self.rejected_rows)} rejected rows",
+                self.rows_rejected == len(self.rejected_rows),
+            ),
+            ("a kept hash is malformed", all(map(is_hash, self.kept_row_hashes))),
+            (
+                "rejected row indices do not increase within 1..rows_read",
+                increasing and (not indices or indices[-1] <= self.rows_read),
+            ),
+            ("a rejected hash is malformed", all(is_hash(row.row_sha256) for row in self.rejected_rows)),
+            (
+                "a rejected reason is unknown",
+                all(row.reason in INGESTION_REASONS for row in self.rejected_rows),
+            ),
+            ("kept_corpus_sha256 is malformed", is_hash(self.kept_corpus_sha256)),
+            (
+                "kept_corpus_sha256 is not the aggregate of the kept hashes",
+                self.kept_corpus_sha256 == corpus_sha256(self.kept_row_hashes),
+            ),
+        ]
+
+
+class LanguageDrops(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One language of a drop summary: the sixteen reasons, zeroes included, and the sizes that follow from them."""
+
+    counts: dict[str, int]
+    valid_rows: int
+    deduplicated_rows: int
+    split_sizes: dict[str, int]
+
+
+class KilnDrops(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Beside the sixteen: faults of lines, reasons of plugins, and the account rows_read = kept + dropped + unused."""
+
+    counts: dict[str, int]
+    rows_read: int
+    kept: int
+    dropped: int
+    unused: int
+    blank_lines: int
+    byte_order_marks: int
+
+
+class DropSummary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    schema_version: str = DROP_SUMMARY_SCHEMA
+    languages: dict[str, LanguageDrops]
+    requested: dict[str, int]
+    kiln: dict[str, KilnDrops]
+
+
+class ReceiptData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The account of the rows. examples_trained == rows kept x epochs after a complete run."""
+
+    examples_read: int
+    examples_filtered: int
+    examples_trained: int
+    sft_ingestion: IngestionReceipt
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out loss in nats per supervised token, before the first step and after the last."""
+
+    rows: int
+    supervised_tokens: int
+    loss_before: float
+    loss_after: float
+
+
+class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    step: int
+    manifest_sha256: str
+
+
+class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``kiln_train_receipt``: what was trained, from what, with what, and what came out. ``docs/artifacts.md`` has a
+    line a field.
+
+    ``content_sha256`` leaves out ``produced`` (times, durations, place), ``checkpoints`` (they hold times, and a run
+    that was cut has other ones) and both digests: two runs are compared by it. ``receipt_sha256`` covers all the rest.
+    """
+
+    schema_version: int = RECEIPT_VERSION
+    receipt_type: str = RECEIPT_TYPE
+    adapter_name: str
+    status: Literal["success", "failed"]
+    failure_reason: str | None = None
+    failure_message: str | None = None
+    kiln: dict[str, Any]
+    plugins: list[LoadedPlugin]
+    model: dict[str, Any]
+    tokenizer: dict[str, Any]
+    adapters: dict[str, Any]
+    training_data: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    data: ReceiptData
+    token_counts: dict[str, int]
+    steps: int
+    loss_log_sha256: str | None
+    held_out: Held | None
+    execution: dict[str, Any]
+    config: dict[str, Any]
+    config_sha256: str
+    previous: ManifestRef
+    inputs: list[FileRef]
+    outputs: list[FileRef]
+    checkpoints: list[CheckpointRef]
+    produced: dict[str, Any] = {}
+    content_sha256: str = ""
+    receipt_sha256: str = ""
+
+    def seal(self) -> None:
+        """Fills in both digests."""
+        self.content_sha256 = self.content_digest()
+        self.receipt_sha256 = self.whole_digest()
+
+    def content_digest(self) -> str:
+        value = msgspec.to_builtins(self)
+        for name in ("produced", "checkpoints", "content_sha256", "receipt_sha256"):
+            del value[name]
+        return domain_json_sha256(Domain.RECEIPT_CONTENT, value)
+
+    def whole_digest(self) -> str:
+        value = msgspec.to_builtins(self)
+        del value["receipt_sha256"]
+        return domain_json_sha256(Domain.RECEIPT, value)

@@ -1,0 +1,156 @@
+"""What people see: data on stdout, everything else on stderr, one sanitizer in between.
+
+Stages print through here and only from their ``command``; ``run`` functions report progress to the object they are
+handed. Bars are drawn on a terminal only; elsewhere progress is a plain line now and then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from kiln_cli.manifests import document
+from kiln_cli.text import block, printable
+
+LINE_EVERY_SECONDS = 10.0
+
+
+class Task(Protocol):
+    """One thing that takes a while. ``advance`` adds to what is done; ``note`` is a short text beside the bar."""
+
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+class Progress(Protocol):
+    def task(self, label: str, total: int | None, unit: str) -> Any:
+        """A context manager that yields a :class:`Task`."""
+        ...
+
+
+class _SilentTask:
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Nothing to show: this is the progress of a library call."""
+
+
+class Silent:
+    """The progress of a stage that is called from Python: none."""
+
+    @contextmanager
+    def task(self, label: str, total: int | None, unit: str) -> Iterator[Task]:
+        yield _SilentTask()
+
+
+SILENT = Silent()
+
+
+class Terminal:
+    """The process's terminal; ``app.py`` sets the switches before a command runs."""
+
+    def __init__(self) -> None:
+        self.quiet = False
+        self.verbose = False
+        self.debug = False
+        self.json = False
+
+    def data(self, text: str) -> None:
+        """The command's result, on stdout."""
+        sys.stdout.write(block(text) + "\n")
+        sys.stdout.flush()
+
+    def json_data(self, value: Any) -> None:
+        """The command's result as one JSON object, on stdout."""
+        sys.stdout.write(document(value).decode("utf-8"))
+        sys.stdout.flush()
+
+    def say(self, text: str) -> None:
+        """An account for people, on stderr; silent under --quiet."""
+        if not self.quiet:
+            sys.stderr.write(block(text) + "\n")
+
+    def detail(self, text: str) -> None:
+        """As say, under --verbose only."""
+        if self.verbose:
+            self.say(text)
+
+    def warn(self, text: str) -> None:
+        sys.stderr.write(block(f"kiln: warning: {text}") + "\n")
+
+    @contextmanager
+    def task(self, label: str, total: int | None, unit: str) -> Iterator[Task]:
+        if self.quiet:
+            yield _SilentTask()
+        elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            with _bar(label, total, unit) as bar:
+                yield bar
+        else:
+            yield _Lines(label, total, unit)
+
+
+class _Lines:
+    """Progress for logs: one plain line every ten seconds."""
+
+    def __init__(self, label: str, total: int | None, unit: str) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._done = 0
+        self._last = time.monotonic()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last >= LINE_EVERY_SECONDS:
+            self._last = now
+            of = f" of {self._total}" if self._total is not None else ""
+            sys.stderr.write(printable(f"{self._label}: {self._done}{of} {self._unit}  {note}".rstrip()) + "\n")
+
+
+@contextmanager
+def _bar(label: str, total: int | None, unit: str) -> Iterator[Task]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn(unit, markup=False),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        identity = progress.add_task(label, total=total, note="")
+
+        class Bar:
+            def advance(self, count: int = 1, note: str = "") -> None:
+                progress.update(identity, advance=count, note=printable(note, 60))
+
+        yield Bar()
+
+
+def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
+    """Rows as aligned columns; numbers to the right. Cells are sanitized."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not cells:
+        return ""
+    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells)))]
+    numeric = [[isinstance(value, (int, float)) for value in row] for row in rows] if isinstance(rows, list) else None
+    lines = []
+    for number, row in enumerate(cells):
+        parts = [
+            text.rjust(widths[i]) if numeric and numeric[number][i] else text.ljust(widths[i])
+            for i, text in enumerate(row)
+        ]
+        lines.append(indent + "  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return printable(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+
+
+terminal = Terminal()

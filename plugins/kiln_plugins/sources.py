@@ -1,0 +1,88 @@
+"""Built-in shapes of raw rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from kiln_cli import ChatRow, RowFault, Source, ToolCallRow, hookimpl
+from kiln_cli.chat import normalise
+from kiln_cli.records import RAW_ROW_SCHEMA
+
+
+@hookimpl
+def kiln_sources() -> Iterable[Source]:
+    return (XLAM, SOMMELIER, MESSAGES)
+
+
+def _convert_xlam(record: dict[str, Any]) -> ToolCallRow:
+    return ToolCallRow(
+        query=record.get("query", msgspec.UNSET),
+        tools=record.get("tools", msgspec.UNSET),
+        answers=record.get("answers", msgspec.UNSET),
+        row_id=record.get("id", msgspec.UNSET),
+    )
+
+
+def _recognise_xlam(record: dict[str, Any]) -> str | None:
+    fields = ("query", "tools", "answers")
+    if "schema_version" in record or not all(field in record for field in fields):
+        return None
+    return "has query, tools and answers"
+
+
+def _convert_sommelier(record: dict[str, Any]) -> ToolCallRow:
+    found = record.get("schema_version")
+    if found != RAW_ROW_SCHEMA:
+        raise RowFault("unknown_schema", f"found {found!r}, expected {RAW_ROW_SCHEMA!r}", "/schema_version")
+    for field in ("source_id", "source_revision"):
+        if field not in record:
+            raise RowFault("missing_field", f"the row has no {field}", f"/{field}")
+    revision = record["source_revision"]
+    if not isinstance(revision, str):
+        raise RowFault("missing_field", "source_revision is no string", "/source_revision")
+    return ToolCallRow(
+        query=record.get("query", msgspec.UNSET),
+        tools=record.get("tools", msgspec.UNSET),
+        answers=record.get("answers", msgspec.UNSET),
+        source_id=record["source_id"],
+        source_example_id=record.get("source_example_id", msgspec.UNSET),
+        source_revision=revision,
+    )
+
+
+def _recognise_sommelier(record: dict[str, Any]) -> str | None:
+    return f"schema_version is {RAW_ROW_SCHEMA}" if record.get("schema_version") == RAW_ROW_SCHEMA else None
+
+
+def _convert_messages(record: dict[str, Any]) -> ChatRow:
+    return normalise(record)
+
+
+def _recognise_messages(record: dict[str, Any]) -> str | None:
+    return "has a list of messages" if isinstance(record.get("messages"), list) else None
+
+
+XLAM = Source(
+    name="xlam",
+    doc="query, tools and answers; the last two JSON in a string (xlam-function-calling-60k)",
+    yields="tool_calls",
+    convert=_convert_xlam,
+    recognise=_recognise_xlam,
+)
+SOMMELIER = Source(
+    name="sommelier",
+    doc=f"rows of {RAW_ROW_SCHEMA}",
+    yields="tool_calls",
+    convert=_convert_sommelier,
+    recognise=_recognise_sommelier,
+)
+MESSAGES = Source(
+    name="messages",
+    doc="chat rows: messages with role and content, tools, tool_calls (OpenAI and Hugging Face)",
+    yields="chat",
+    convert=_convert_messages,
+    recognise=_recognise_messages,
+)

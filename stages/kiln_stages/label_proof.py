@@ -1,0 +1,269 @@
+"""The proof that spans are the assistant's turns. It uses neither the marks nor the gaps by which they were found.
+
+Two experiments on the text. Change all trained strings: the render may change inside of the spans only. Change all
+other strings: the spans keep their text. Both are blind to constant text on the wrong side of an edge. So without
+generation blocks every edge must also be where a prefix of the conversation, rendered alone, ends; with blocks it
+must be the edge of a block. Whatever cannot be shown is ``mask_disagreement``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from kiln_cli.errors import RowFault
+from kiln_stages.rendering import ChatTemplate, Message, Spans
+
+_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Stands in for the end-of-text token, to tell a text that closes the whole render from one that opens a header.
+_STAND_IN_EOS = "\ue000end\ue000"
+
+
+class Claim(NamedTuple):
+    """``spans`` of ``text`` are the turns ``turns`` (indices into ``form``) as ``template`` prints them."""
+
+    template: ChatTemplate
+    form: list[Message]
+    tools: list[Any] | None
+    text: str
+    spans: Spans
+    turns: list[int]
+
+
+def prove(claim: Claim) -> list[str]:
+    """Show that the claim holds. Raises RowFault ``mask_disagreement``; returns notes on what may stay."""
+    notes = _prove_trained_text(claim)
+    _prove_context(claim)
+    if claim.template.has_markers:
+        _prove_blocks(claim)
+        return notes
+    prefixes = _Prefixes(claim)
+    for turn, (start, end) in zip(claim.turns, claim.spans, strict=True):
+        if not prefixes.starts(turn, start):
+            raise RowFault("mask_disagreement", f"no prompt ends where the span of message {turn + 1} starts")
+        if not prefixes.ends(turn, end):
+            raise RowFault("mask_disagreement", f"the span of message {turn + 1} does not end with its turn")
+    return notes
+
+
+def _prove_trained_text(claim: Claim) -> list[str]:
+    """With other words in all trained turns, everything outside of the spans stays."""
+    edges = [0, *(edge for span in claim.spans for edge in span), len(claim.text)]
+    outside = [claim.text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+    if _stays(claim, outside, call_names=True):
+        return []
+    # A template may repeat the name of a call in the header of its result, which is not the assistant's to write.
+    if any(message.get("tool_calls") for message in claim.form) and _stays(claim, outside, call_names=False):
+        return ["template_rewrites_turns: the name of a call is printed again outside of its turn"]
+    raise RowFault("mask_disagreement", "text outside of the spans depends on what the assistant says")
+
+
+def _stays(claim: Claim, outside: list[str], *, call_names: bool) -> bool:
+    swap = _Swap(claim.template.watched, call_names=call_names)
+    trained = set(claim.turns)
+    changed = [swap.message(message) if i in trained else message for i, message in enumerate(claim.form)]
+    other = _render_changed(claim.template, changed, claim.tools)
+    if not (other.startswith(outside[0]) and other.endswith(outside[-1])):
+        return False
+    at = len(outside[0])
+    for part in outside[1:-1]:
+        found = other.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return at + len(outside[-1]) <= len(other)
+
+
+def _prove_context(claim: Claim) -> None:
+    """With other words in everything else, the spans keep their text."""
+    swap = _Swap(claim.template.watched)
+    trained = set(claim.turns)
+    changed = [message if i in trained else swap.message(message) for i, message in enumerate(claim.form)]
+    tools = None if claim.tools is None else [swap.tool(tool) for tool in claim.tools]
+    other = _render_changed(claim.template, changed, tools)
+    at = 0
+    for start, end in claim.spans:
+        at = other.find(claim.text[start:end], at)
+        if at < 0:
+            raise RowFault("mask_disagreement", "the text of a span depends on what others say")
+        at += end - start
+
+
+def _prove_blocks(claim: Claim) -> None:
+    """The spans are made of whole generation blocks of the plain row."""
+    text, blocks = claim.template.render_marked(claim.form, claim.tools)
+    starts, ends = {start for start, _ in blocks}, {end for _, end in blocks}
+    if text != claim.text or any(start not in starts or end not in ends for start, end in claim.spans):
+        raise RowFault("mask_disagreement", "a span is not made of whole generation blocks")
+
+
+def _render_changed(template: ChatTemplate, form: list[Message], tools: list[Any] | None) -> str:
+    try:
+        return template.render_form(form, tools)
+    except RowFault as fault:
+        detail = f"the template refuses the row with other words in it: {fault.detail}"
+        raise RowFault("mask_disagreement", detail) from fault
+
+
+class _Swap:
+    """Puts other words in the place of strings: one word per segment, equal words for equal segments."""
+
+    def __init__(self, watched: re.Pattern[str], *, call_names: bool = True) -> None:
+        self._watched = watched
+        self._call_names = call_names
+        self._words: dict[str, str] = {}
+
+    def message(self, message: Message) -> Message:
+        out = dict(message)
+        for field in ("content", *_THINKING_FIELDS):
+            if isinstance(message.get(field), str):
+                out[field] = self._text(message[field])
+        if message.get("tool_calls"):
+            out["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return out
+
+    def tool(self, tool: Any) -> Any:
+        """Descriptions only: names and types are what templates look at."""
+        if not isinstance(tool, dict):
+            return tool
+        out = {key: self.tool(value) if key == "function" else value for key, value in tool.items()}
+        if isinstance(tool.get("description"), str):
+            out["description"] = self._text(tool["description"])
+        return out
+
+    def _call(self, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return self._leaves(call)
+        out = dict(call)
+        if isinstance(call.get("function"), dict):
+            out["function"] = self._call(call["function"])
+        if self._call_names and isinstance(call.get("name"), str):
+            out["name"] = self._text(call["name"])
+        if "arguments" in call:
+            out["arguments"] = self._leaves(call["arguments"])
+        return out
+
+    def _leaves(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._leaves(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._leaves(item) for item in value]
+        return self._text(value) if isinstance(value, str) else value
+
+    def _text(self, text: str) -> str:
+        if not self._watched.search(text):
+            return self._word(text)
+        parts = self._watched.split(text)  # segments at even places, what was searched for between them
+        return "".join(part if i % 2 else self._word(part) for i, part in enumerate(parts))
+
+    def _word(self, part: str) -> str:
+        core = part.strip()
+        if not core:
+            return part
+        if core not in self._words:
+            # Other first and last characters than the text's own, or a span that is off by one would pass.
+            edge = next(letter for letter in "XYZ" if letter not in (core[0], core[-1]))
+            self._words[core] = f"{edge}{len(self._words)}w{edge}"
+        return part.replace(core, self._words[core], 1)
+
+
+class _Prefixes:
+    """Edges of turns as plain renders of the row's prefixes show them."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._template, self._form, self._tools, self._text = claim[:4]
+
+    def starts(self, turn: int, start: int) -> bool:
+        """Whether a turn starts where the prompt for it ends.
+
+        Where the text goes on otherwise than the prompt (an earlier turn loses its think block, tools move to the
+        last question), the text before the turn must end as the prompt ends, or be the text before a plain answer.
+        """
+        prompt = self._render(turn, True) if turn else None
+        if prompt is not None:
+            if self._text.startswith(prompt):
+                return start == len(prompt)
+            content = self._form[turn - 1].get("content")
+            known = content.strip() if isinstance(content, str) else ""
+            at = prompt.rfind(known) if known else -1
+            if at >= 0 and self._text.endswith(prompt[at:], 0, start):
+                return True
+        return self._text[:start] == self._before_plain_answer(turn)
+
+    def ends(self, turn: int, end: int) -> bool:
+        """Whether a turn ends where the messages up to it end."""
+        told, prompt = self._render(turn + 1, False), self._render(turn + 1, True)
+        if told is None or prompt is None:
+            return False
+        if prompt.startswith(told):
+            # One newline behind the end-of-turn text is trained, further ones are not.
+            closed = told[: len(told.rstrip("\n")) + 1]
+            same = end == len(closed) if self._text.startswith(told) else self._ends_as(closed, end, turn)
+            return same and (prompt != told or self._goes_on(turn, closed))
+        header = self._header(turn)
+        before = prompt[: -len(header)] if header and prompt.endswith(header) else None
+        if before is not None and self._ends_as(before, end, turn):
+            return True
+        # The last turn may have an ending of its own, which then runs to the end of the text.
+        last = turn + 1 == len(self._form) and end == len(self._text)
+        return last and not (before is not None and self._text.startswith(before))
+
+    def _ends_as(self, closed: str, end: int, turn: int) -> bool:
+        """Whether the text up to ``end`` ends as ``closed``, from the turn's last segment of content on."""
+        at = closed.rfind(known) if (known := self._last_words(turn)) else len(closed) - 8
+        return self._text.endswith(closed[max(at, 0) :], 0, end)
+
+    def _goes_on(self, turn: int, closed: str) -> bool:
+        """Whether other messages can follow ``closed``, where no prompt ever does.
+
+        A template that opens the next turn come what may, prompt or not, would have its header trained.
+        """
+        known = self._last_words(turn)
+        at = closed.rfind(known) if known else -1
+        for role in ("user", "tool"):
+            following = {"role": role, "content": "x", "tool_call_id": "x00000000"}
+            try:
+                other = self._template.render_form([*self._form[: turn + 1], following], self._tools)
+            except RowFault:
+                continue  # this role may not follow; the other may
+            if other.startswith(closed) or (at >= 0 and closed[at:] in other):
+                return True
+        return False
+
+    def _last_words(self, turn: int) -> str:
+        content = self._form[turn].get("content")
+        return self._template.watched.split(content)[-1].strip() if isinstance(content, str) else ""
+
+    def _before_plain_answer(self, turn: int) -> str | None:
+        """The text before a plain answer in this turn's place, up to the end of the prompt where it holds one."""
+        word = "XplainX"
+        while word in self._text:
+            word += "X"
+        answer = {"role": "assistant", "content": word}
+        try:
+            other = self._template.render_form([*self._form[:turn], answer, *self._form[turn + 1 :]], self._tools)
+        except RowFault:
+            return None  # no evidence; the caller then refuses the row
+        before, header = other.partition(word)[0], self._header(turn)
+        return before[: before.rindex(header) + len(header)] if header and header in before else before
+
+    def _header(self, turn: int) -> str:
+        """What a generation prompt adds after the last message before ``turn`` that is not the assistant's."""
+        while turn and self._form[turn - 1]["role"] == "assistant":
+            turn -= 1
+        form: list[Message] = self._form[:turn] or [{"role": "user", "content": "x"}]
+        try:
+            prompt = self._template.render_form(form, self._tools, True)
+            told = self._template.render_form(form, self._tools, special_tokens={"eos_token": _STAND_IN_EOS})
+        except RowFault:
+            return ""
+        pairs = enumerate(zip(prompt, told, strict=False))
+        return prompt[next((i for i, (left, right) in pairs if left != right), min(len(prompt), len(told))) :]
+
+    def _render(self, count: int, prompt: bool) -> str | None:
+        if count == len(self._form) and not prompt:
+            return self._text
+        try:
+            return self._template.render_form(self._form[:count], self._tools, prompt)
+        except RowFault:
+            return None  # no evidence; the caller then refuses the row

@@ -1,0 +1,311 @@
+"""Which characters of a rendered row are trained on, for any chat template.
+
+Trained on is, for every assistant turn of weight not 0, what the model itself has to write: its text, its tool
+calls, the end-of-turn text and one newline behind it. The header that opens the turn is written by the chat loop and
+is masked.
+
+The row is rendered twice: as it is (R), and with a mark on either side of each string (N, see ``row_marks``). Taking
+the marks out of N must give R to the character, so the place of every piece of row data in R is known. What lies
+between two pieces is the template's own: a *gap*. Two places in gaps are wanted:
+
+- a header ends where the generation prompt of the messages before the turn ends;
+- a turn ends where the messages up to it end, once what the generation prompt adds is taken off.
+
+A template has few distinct gaps, so each is decided once. Templates with ``{% generation %}`` blocks are not asked:
+their blocks are the spans. Nothing here knows any template. ``label_proof`` then shows, by other means, that the
+spans are right; a row for which it cannot is refused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kiln_cli.errors import RowFault
+from kiln_cli.text import printable
+from kiln_stages.label_proof import Claim, prove
+from kiln_stages.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
+from kiln_stages.row_marks import TOOLS, MarkedRow, Piece, Reading
+
+MEMO_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A row as text. All spans are character ranges with an exclusive end, in order and disjoint.
+
+    ``spans`` is what is trained on, one per supervised turn. ``content_spans`` is text that the row supplied, where
+    no control token may arise. ``notes`` names what the template leaves out lawfully.
+    """
+
+    text: str
+    spans: Spans
+    content_spans: Spans
+    notes: tuple[str, ...] = ()
+
+
+class LabelFinder:
+    """Finds and proves the trained spans of rows under one template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._memo: dict[tuple[object, ...], int] = {}
+
+    def find(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
+        """The row's text and its spans.
+
+        Raises RowFault: ``no_supervised_tokens`` (no assistant message, or all of weight 0), ``template_error`` (the
+        template refuses the row), ``template_lost_content`` (text of the row is not in the render),
+        ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
+        """
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i in spoken if messages[i].get("weight", 1) != 0]
+        if not turns:
+            detail = "every assistant message has weight 0" if spoken else "no assistant message"
+            raise RowFault("no_supervised_tokens", detail, "/messages")
+        form, text = self.template.settle(messages, tools)
+        if BLOCK_OPEN in text or BLOCK_CLOSE in text:
+            raise RowFault("mask_disagreement", "the row holds U+FDD0 or U+FDD1, which mark generation blocks")
+        row = MarkedRow(self.template, form, tools, text)
+        try:
+            reading = row.read(row.messages)
+        except RowFault as fault:
+            detail = f"the template takes the row but not a marked copy: {fault.detail}"
+            raise RowFault("mask_disagreement", detail) from fault
+        notes = _check_losses(row, reading, spoken[-1])
+        if reading.text != text:
+            raise RowFault("mask_disagreement", "marks around the row's strings change what the template prints")
+        claim, proven = self._proven(row, reading, turns, Claim(self.template, form, tools, text, (), turns))
+        return Rendered(text, claim.spans, _content_spans(row, reading), (*notes, *proven))
+
+    def _proven(self, row: MarkedRow, reading: Reading, turns: list[int], claim: Claim) -> tuple[Claim, list[str]]:
+        """The claim with its spans, and the notes of its proof."""
+        remembered = bool(self._memo)
+        try:
+            claim = claim._replace(spans=self._spans(row, reading, turns))
+            return claim, prove(claim)
+        except RowFault:
+            if not remembered:
+                raise
+        # What earlier rows taught must not decide whether this one is refused.
+        self._memo.clear()
+        claim = claim._replace(spans=self._spans(row, reading, turns))
+        return claim, prove(claim)
+
+    def _spans(self, row: MarkedRow, reading: Reading, turns: list[int]) -> Spans:
+        if self.template.has_markers:
+            return _block_spans(row, reading, turns)
+        owned: dict[int, list[int]] = {}
+        for at, piece in enumerate(reading.pieces):
+            owned.setdefault(row.marks[piece.mark].owner, []).append(at)
+        spans = []
+        for turn in turns:
+            if turn not in owned:
+                raise RowFault("mask_disagreement", f"message {turn + 1} (assistant) leaves no text to find it by")
+            start = self._header_end(row, reading, turn, owned[turn][0])
+            spans.append((start, self._turn_end(row, reading, turn, owned[turn])))
+        if any(left[1] > right[0] for left, right in pairwise(spans)):
+            raise RowFault("mask_disagreement", "two turns overlap in the rendered text")
+        return tuple(spans)
+
+    def _header_end(self, row: MarkedRow, reading: Reading, turn: int, first: int) -> int:
+        gap_start = reading.pieces[first - 1].end if first else 0
+        gap = reading.text[gap_start : reading.pieces[first].start]
+        key = ("header", gap, first > 0, turn > 0 and row.form[turn - 1]["role"])
+        if key not in self._memo:
+            self._remember(key, _header_length(row, reading, turn, first, gap))
+        return gap_start + self._memo[key]
+
+    def _turn_end(self, row: MarkedRow, reading: Reading, turn: int, owned: list[int]) -> int:
+        last = owned[-1]
+        until = reading.pieces[last + 1].start if last + 1 < len(reading.pieces) else len(reading.text)
+        gap = reading.text[reading.pieces[last].end : until]
+        following = row.form[turn + 1]["role"] if turn + 1 < len(row.form) else None
+        # A string printed twice, here and again in a later turn, hides which piece is the turn's last.
+        plain = len({reading.pieces[at].mark for at in owned}) == len(owned) and owned[-1] - owned[0] + 1 == len(owned)
+        key = ("end", gap, following)
+        if plain and key in self._memo:
+            return reading.pieces[last].end + self._memo[key]
+        data_end, length = _ending(row, reading, turn)
+        if plain and data_end == reading.pieces[last].end:
+            self._remember(key, length)
+        return data_end + length
+
+    def _remember(self, key: tuple[object, ...], value: int) -> None:
+        if len(self._memo) >= MEMO_LIMIT:
+            self._memo.clear()
+        self._memo[key] = value
+
+
+def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[str]:
+    """Required text must be in the render. Thinking of an earlier turn may go, if the template prints it when last."""
+    found = {piece.mark for piece in reading.pieces}
+    notes: list[str] = []
+    for number, mark in enumerate(row.marks):
+        if number in found or not mark.required:
+            continue
+        if mark.thinking and mark.owner < last_spoken:
+            alone = row.prefix(mark.owner + 1, False)
+            if alone is not None and any(piece.mark == number for piece in alone.pieces):
+                notes.append(f"template_rewrites_turns: thinking of message {mark.owner + 1} is left out")
+                continue
+        detail = f"{printable(row.template.name)} does not print {printable(mark.where)}"
+        raise RowFault("template_lost_content", detail)
+    return list(dict.fromkeys(notes))
+
+
+def _content_spans(row: MarkedRow, reading: Reading) -> Spans:
+    """Where row text stands: the pieces, and what stood around them in their string if the template kept it."""
+    spans: list[tuple[int, int]] = []
+    for piece in sorted(reading.pieces, key=lambda piece: piece.start):
+        mark = row.marks[piece.mark]
+        start, end = piece.start, piece.end
+        if mark.before and reading.text.startswith(mark.before, max(start - len(mark.before), 0), start):
+            start -= len(mark.before)
+        if mark.after and reading.text.startswith(mark.after, end):
+            end += len(mark.after)
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (min(spans[-1][0], start), max(spans[-1][1], end))
+        elif start < end:
+            spans.append((start, end))
+    return tuple(spans)
+
+
+def _block_spans(row: MarkedRow, reading: Reading, turns: list[int]) -> Spans:
+    """Generation blocks as spans: a block is the turn's whose data it holds; without data, the turn's before it."""
+    blocks = [block for block in reading.blocks if block[0] < block[1]]
+    ends = [end for _, end in blocks]
+    owners: list[set[int]] = [set() for _ in blocks]
+    for piece in reading.pieces:
+        mark = row.marks[piece.mark]
+        at = bisect_left(ends, piece.end)
+        inside = at < len(blocks) and blocks[at][0] <= piece.start
+        if inside:
+            owners[at].add(mark.owner)
+        if mark.owner in turns and not inside and mark.required:
+            raise RowFault("mask_disagreement", f"{printable(mark.where)} is outside of the generation blocks")
+    spans: dict[int, tuple[int, int]] = {}
+    current = TOOLS
+    for (start, end), owner in zip(blocks, owners, strict=True):
+        if len(owner) > 1 or any(o == TOOLS or row.form[o]["role"] != "assistant" for o in owner):
+            raise RowFault("mask_disagreement", "a generation block holds text of another turn")
+        current = next(iter(owner), current)
+        if current in spans and spans[current][1] != start:
+            raise RowFault("mask_disagreement", f"message {current + 1} has two generation blocks apart")
+        spans[current] = (spans[current][0] if current in spans else start, end)
+    missing = [turn for turn in turns if turn not in spans]
+    if missing or TOOLS in spans:
+        found = len(turns) - len(missing)
+        raise RowFault("mask_disagreement", f"{len(turns)} supervised turns, generation blocks for {found}")
+    return tuple(spans[turn] for turn in turns)
+
+
+def _header_length(row: MarkedRow, reading: Reading, turn: int, first: int, gap: str) -> int:
+    """How much of the gap before a turn is header: as much as the prompt for it shows."""
+    asked = row.prefix(turn, True)
+    anchor = reading.pieces[first - 1].mark if first else None
+    if asked is not None and (asked.pieces[-1].mark if asked.pieces else None) == anchor:
+        tail = asked.text[asked.pieces[-1].end if asked.pieces else 0 :]
+        shared = _shared(tail, gap)
+        if shared in (len(tail), len(gap)):
+            return shared
+        # The prompt opens something that this turn does not (a think block). A turn of plain text shows where it
+        # may begin; without it the two could share the first characters of two different tags.
+        begun = _before_plain_turn(row, turn)
+        shared = _shared(tail, begun)
+        if begun and shared in (len(tail), len(begun)) and gap.startswith(begun[:shared]):
+            return shared
+    if asked is None and (begun := _before_plain_turn(row, turn)) and gap.startswith(begun):
+        header = _prompt_header(row, turn)
+        return begun.rindex(header) + len(header) if header and header in begun else len(begun)
+    raise RowFault("mask_disagreement", f"no prompt shows where the header of message {turn + 1} ends")
+
+
+def _before_plain_turn(row: MarkedRow, turn: int) -> str:
+    """The gap before a turn of one word in this turn's place; empty when the template refuses it."""
+    number = len(row.marks)
+    content = f"{row.word}{number:06d}bx{row.word}{number:06d}e"
+    plain = {"role": "assistant", "content": content}
+    try:
+        reading = row.read([*row.messages[:turn], plain, *row.messages[turn + 1 :]])
+    except RowFault:
+        return ""
+    end = 0
+    for piece in reading.pieces:
+        if piece.mark == number:
+            return reading.text[end : piece.start]
+        end = piece.end
+    return ""
+
+
+def _ending(row: MarkedRow, reading: Reading, turn: int) -> tuple[int, int]:
+    """Where the turn's data ends in R, and how much of the gap behind it is still the turn."""
+    asked, told = row.prefix(turn + 1, True), row.prefix(turn + 1, False)
+    if asked is None or told is None:
+        raise RowFault("mask_disagreement", f"the messages up to {turn + 1} cannot be rendered alone")
+    last = _last_owned(row, asked, turn)
+    # The same string may stand again behind the turn, so count: the n-th time here is the n-th time there.
+    times = sum(piece.mark == last.mark for piece in asked.pieces if piece.end <= last.end)
+    places = [at for at, piece in enumerate(reading.pieces) if piece.mark == last.mark]
+    if len(places) < times:
+        raise RowFault("mask_disagreement", f"message {turn + 1} ends otherwise when it is the last")
+    at = places[times - 1]
+    data_end = reading.pieces[at].end
+    until = reading.pieces[at + 1].start if at + 1 < len(reading.pieces) else len(reading.text)
+    gap = reading.text[data_end:until]
+    asked_tail, told_tail = asked.text[last.end :], told.text[_last_owned(row, told, turn).end :]
+    ending: str | None = told_tail
+    if not asked_tail.startswith(told_tail):
+        header = _prompt_header(row, turn)
+        ending = asked_tail[: -len(header)] if header and asked_tail.endswith(header) else None
+    if ending is None or not gap.startswith(ending):
+        if turn + 1 < len(row.form) or until < len(reading.text):
+            raise RowFault("mask_disagreement", f"nothing shows where message {turn + 1} (assistant) ends")
+        ending = gap  # the last turn has its own ending, which is all that is left
+    return data_end, _one_newline(ending)
+
+
+def _last_owned(row: MarkedRow, reading: Reading, turn: int) -> Piece:
+    for piece in reversed(reading.pieces):
+        if piece.mark < len(row.marks) and row.marks[piece.mark].owner == turn:
+            return piece
+    raise RowFault("mask_disagreement", f"message {turn + 1} (assistant) leaves no text when it is the last")
+
+
+def _prompt_header(row: MarkedRow, turn: int) -> str:
+    """What a generation prompt adds after the last message before ``turn`` that is not the assistant's own.
+
+    Where there is none, after a user message.
+    """
+    while turn and row.form[turn - 1]["role"] == "assistant":
+        turn -= 1
+    if turn:
+        asked, told = row.prefix(turn, True), row.prefix(turn, False, True)
+    else:
+        probe = [{"role": "user", "content": "x"}]
+        try:
+            asked, told = row.read(probe, True), row.read(probe, False, True)
+        except RowFault:
+            return ""
+    if asked is None or told is None:
+        return ""
+    return asked.text[_shared(asked.text, told.text) :]
+
+
+def _one_newline(ending: str) -> int:
+    """The length of an end-of-turn text up to one newline behind it."""
+    return min(len(ending.rstrip("\n")) + 1, len(ending))
+
+
+def _shared(left: str, right: str) -> int:
+    """The length of the common prefix."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

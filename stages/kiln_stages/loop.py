@@ -1,0 +1,213 @@
+"""The training step and the epoch, profile ``native_online_lora_v1``: one conversation, one step, a constant rate.
+
+A run's place in its data is one integer, ``state.step``: epoch and cursor follow from it by division, and the row from
+the epoch's order, which is a pure function of (seed, epoch, number of rows). No random number is drawn while training.
+
+Axes: T tokens of a row, N supervised positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kiln_cli.errors import KilnError
+from kiln_cli.extensions import LossBatch, LossFunction, LossOut
+from kiln_stages.loop_state import LoopState
+from kiln_stages.model import LanguageModel
+from kiln_stages.order import epoch_order, place
+
+DIVERGED_RATIO, DIVERGED_GAP = 8.0, 5.0  # times the first epoch's mean; nats above the best epoch's
+
+
+class TrainRow(NamedTuple):
+    """An admitted row. ``label_spans`` are half-open ranges of ``input_ids`` that the model must learn to produce."""
+
+    row_index: int  # place in the source, from 1
+    row_sha256: str
+    input_ids: list[int]  # [T]
+    label_spans: list[tuple[int, int]]
+
+
+class StepRecord(NamedTuple):
+    """One committed step, as the metrics log has it. ``loss`` is the row's mean, in nats a supervised token."""
+
+    step: int  # from 1: the number of steps committed with this one
+    epoch: int  # from 0
+    cursor: int  # from 0, within the epoch
+    row_index: int
+    row_sha256: str
+    loss: float
+    grad_norm: float  # L2 over all LoRA leaves, before the update
+    tokens: int
+    supervised_tokens: int
+    metrics: dict[str, float]  # the loss function's own
+    counts: dict[str, int]
+
+
+class HeldOutLoss(NamedTuple):
+    """Loss on rows that are not trained on: the mean of row means, and the mean over all supervised tokens."""
+
+    rows: int
+    supervised_tokens: int
+    mean_per_row: float
+    mean_per_token: float
+
+
+def train(
+    model: LanguageModel,
+    optimizer: Optimizer,
+    loss_function: LossFunction,
+    rows: Sequence[TrainRow],
+    *,
+    seed: int,
+    epochs: int,
+    state: LoopState,
+) -> Iterator[StepRecord]:
+    """Trains from where ``state`` stands to the end, yielding a record after each committed step.
+
+    When a record is yielded, model, optimizer and ``state`` agree on it: that is the moment to save. A caller who stops
+    iterating leaves them so. Raises KilnError KLN104 where a loss or gradient is not finite or the loss diverged.
+    """
+    total = epochs * len(rows)
+    order: list[int] = []
+    while state.global_step < total:
+        epoch, cursor = place(state.global_step, len(rows))
+        if cursor == 0:
+            require_no_divergence(state, len(rows))
+        if cursor == 0 or not order:
+            order = epoch_order(seed, epoch, len(rows))
+        row = rows[order[cursor]]
+
+        out, batch = row_loss(model, loss_function, row)
+        loss = out.loss.item()
+        require_finite_loss(loss, row)
+        optimizer.zero_grad(set_to_none=True)
+        out.loss.backward()  # type: ignore[no-untyped-call]
+        norms = gradient_norms(model.parameters, row)
+        optimizer.step()
+
+        state.commit(loss, norms, len(rows))
+        yield StepRecord(
+            step=state.global_step,
+            epoch=epoch,
+            cursor=cursor,
+            row_index=row.row_index,
+            row_sha256=row.row_sha256,
+            loss=loss,
+            grad_norm=math.sqrt(math.fsum(norm * norm for norm in norms.values())),
+            tokens=len(row.input_ids),
+            supervised_tokens=len(batch.targets),
+            metrics=out.metrics,
+            counts=out.counts,
+        )
+    require_no_divergence(state, len(rows))
+
+
+def row_loss(model: LanguageModel, loss_function: LossFunction, row: TrainRow) -> tuple[LossOut, LossBatch]:
+    """Forward pass of one row: hidden states everywhere, logits only where the next token is supervised."""
+    ids = torch.tensor(row.input_ids, dtype=torch.int64, device=model.device)  # [T]
+    positions = torch.tensor(supervised_positions(row), dtype=torch.int64, device=model.device)  # [N]
+    hidden = model.hidden(ids.unsqueeze(0)).squeeze(0)  # [T, H]
+    batch = LossBatch(
+        targets=ids[positions],  # [N]
+        weights=torch.ones(len(positions), dtype=torch.float32, device=model.device),  # [N]
+        row_ids=torch.zeros(len(positions), dtype=torch.int64, device=model.device),  # [N]
+    )
+    # The state at q - 1 predicts token q.
+    return loss_function(hidden[positions - 1], model.project, batch), batch
+
+
+def supervised_positions(row: TrainRow) -> list[int]:
+    """Places of the tokens to be predicted, ascending. A labelled first token has none before it and is left out."""
+    length = len(row.input_ids)
+    positions = [q for begin, end in row.label_spans for q in range(max(begin, 1), end)]
+    ordered = all(before < after for before, after in pairwise(positions))
+    if not positions or not ordered or positions[-1] >= length:
+        raise KilnError(
+            "KLN206",
+            f"row {row.row_index}: label spans {row.label_spans[:4]} name no supervised token within {length} tokens,"
+            " or overlap",
+            hint="run `kiln admit` again",
+        )
+    return positions
+
+
+@torch.no_grad()
+def evaluate(model: LanguageModel, loss_function: LossFunction, rows: Sequence[TrainRow]) -> HeldOutLoss:
+    """Held-out loss, in the order of ``rows``; nothing is trained. Raises KilnError KLN104 where it is not finite."""
+    means: list[float] = []
+    sums: list[float] = []
+    tokens = 0
+    for row in rows:
+        out, batch = row_loss(model, loss_function, row)
+        loss = out.loss.item()
+        require_finite_loss(loss, row)
+        means.append(loss)
+        sums.append(loss * len(batch.targets))
+        tokens += len(batch.targets)
+    if not means:
+        return HeldOutLoss(0, 0, 0.0, 0.0)
+    return HeldOutLoss(len(means), tokens, math.fsum(means) / len(means), math.fsum(sums) / tokens)
+
+
+def require_finite_loss(loss: float, row: TrainRow) -> None:
+    if not math.isfinite(loss):
+        raise KilnError(
+            "KLN104",
+            f"the loss of row {row.row_index} ({row.row_sha256}) is {loss}",
+            hint="lower `[train] learning_rate`, or look at that row of the corpus",
+        )
+
+
+def gradient_norms(parameters: dict[str, nn.Parameter], row: TrainRow) -> dict[str, float]:
+    """L2 norm of each leaf's gradient. A zero gradient is legal; a missing, misshapen or non-finite one stops the run.
+
+    Raises KilnError KLN104, naming the leaf and the row.
+    """
+    gradients: list[Tensor] = []
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is None:
+            raise _bad_gradient(name, row, "missing")
+        if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+            raise _bad_gradient(name, row, f"{gradient.dtype} {tuple(gradient.shape)}")
+        gradients.append(gradient)
+    # One pass serves both: a norm is finite exactly where every element is (float64 sums cannot overflow).
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).tolist()
+    for name, norm in zip(parameters, norms, strict=True):
+        if not math.isfinite(norm):
+            raise _bad_gradient(name, row, "not finite")
+    return dict(zip(parameters, norms, strict=True))
+
+
+def _bad_gradient(name: str, row: TrainRow, what: str) -> KilnError:
+    return KilnError(
+        "KLN104",
+        f"the gradient of {name} is {what} at row {row.row_index} ({row.row_sha256})",
+        hint="lower `[train] learning_rate`, or look at that row of the corpus",
+    )
+
+
+def require_no_divergence(state: LoopState, count: int) -> None:
+    """At an epoch's end, from the second on: stops a loss far above where it began and where it has been.
+
+    Everything it needs is in the saved state, so a resumed run comes to the same verdict. Raises KilnError KLN104.
+    """
+    if state.cursor_in_epoch != 0 or state.epoch_index < 2:
+        return
+    first, best = state.first_epoch_loss, state.best_epoch_loss
+    mean = sum(state.loss_history[-count:]) / count
+    if first is not None and best is not None and mean > DIVERGED_RATIO * first and mean - best > DIVERGED_GAP:
+        raise KilnError(
+            "KLN104",
+            f"the loss diverged: epoch {state.epoch_index} of the run has mean {mean:.4f}, the first {first:.4f}, "
+            f"the best {best:.4f} (limits: {DIVERGED_RATIO:g} times the first and {DIVERGED_GAP:g} above the best)",
+            hint="lower `[train] learning_rate`",
+        )

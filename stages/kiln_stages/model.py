@@ -1,0 +1,188 @@
+"""A causal language model in two halves: the decoder, and the model's own head at chosen positions only.
+
+Logits are needed only where a token is supervised. ``hidden`` runs the decoder; ``project`` runs everything that the
+model does after it (projection, scaling, soft caps) on gathered rows. Both are the model's own code, whatever its
+architecture, and a probe proves at load that the two halves give what the whole gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from kiln_cli.errors import KilnError
+from kiln_cli.files import read_bounded
+from kiln_cli.text import printable
+from kiln_stages import determinism
+from kiln_stages.lora import LoraShape, add_lora, are_transposed, choose_targets
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROBE_TOKENS = 24
+# How far gathered logits may lie from full ones, relative to the largest logit: a matrix product over fewer rows may
+# sum in another order. A wrong head (a missing soft cap or scale) is off by far more.
+PROBE_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+FETCH_HINT = "run `python fixtures/fetch_model.py`, or name a model directory with `[model] path`"
+
+
+class HeadProbe(NamedTuple):
+    """How gathered logits compared with full logits at load. ``relative`` is the largest difference / largest logit."""
+
+    exact: bool
+    relative: float
+    bound: float
+
+
+class LanguageModel:
+    """A causal language model that can be asked for hidden states and for logits apart.
+
+    ``causal`` is the transformers model; it stays in eval mode, since this profile has no dropout of any kind. After
+    :meth:`add_lora`, ``parameters`` holds the trainable leaves by their names in the adapter file.
+    """
+
+    def __init__(self, causal: nn.Module) -> None:
+        self.causal = causal.eval().requires_grad_(False)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.shape: LoraShape | None = None
+        self._decoder: Any = cast(Any, causal).base_model
+        self._head = _head_only(causal)
+        self.probe = self._prove_head()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.causal.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.causal.parameters()).dtype
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """input_ids [1, T] int64 -> last hidden states [1, T, H], after the final norm, in the model's dtype."""
+        out: Tensor = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state  # [1, T, H]
+        return out
+
+    def project(self, rows: Tensor) -> Tensor:
+        """rows [n, H] -> logits [n, V] through the model's own head."""
+        logits: Tensor = self._head(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits  # [1, n, V]
+        return logits.squeeze(0)
+
+    def add_lora(self, rank: int, alpha: float, seed: int, target_modules: list[str] | None = None) -> None:
+        """Puts trainable LoRA leaves on the target layers. Raises KilnError KLN214 where the model has none of them."""
+        targets = choose_targets(self.causal, target_modules)
+        self.shape = LoraShape(rank, alpha, targets, are_transposed(self.causal, targets))
+        self.parameters = add_lora(self.causal, self.shape, seed)
+
+    @torch.no_grad()
+    def _prove_head(self) -> HeadProbe:
+        vocabulary = int(cast(Any, self.causal).config.get_text_config().vocab_size)
+        ids = (torch.arange(PROBE_TOKENS, device=self.device) * 7919 + 1).remainder(vocabulary).unsqueeze(0)  # [1, T]
+        try:
+            full: Tensor = cast(Any, self.causal)(input_ids=ids, use_cache=False).logits[0].float()  # [T, V]
+            gathered = self.project(self.hidden(ids)[0, 1::3]).float()  # [T / 3, V]
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise _refused(f"its head cannot be run apart from its decoder: {printable(error)}") from error
+        wanted = full[1::3]
+        bound = PROBE_BOUNDS[self.dtype]
+        if gathered.shape != wanted.shape:
+            raise _refused(f"gathered logits have shape {tuple(gathered.shape)}, expected {tuple(wanted.shape)}")
+        relative = float((gathered - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+        if not relative <= bound:  # written so that NaN is refused too
+            raise _refused(f"gathered logits differ from full logits by {relative:.3g} of the largest, bound {bound:g}")
+        return HeadProbe(exact=bool(torch.equal(gathered, wanted)), relative=relative, bound=bound)
+
+
+def load_language_model(
+    path: Path, *, dtype: str = "float32", attention: str = "sdpa", device: str = "cpu"
+) -> LanguageModel:
+    """Loads a base model from a local directory: safetensors only, no code from the directory, no network.
+
+    Raises KilnError KLN302 where files are missing or do not make the whole model, KLN214 where its head cannot be
+    used for gathered positions, KLN301 where the device is not there.
+    """
+    require_model_files(path)
+    determinism.go_offline()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    cast(Any, disable_progress_bar)()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise KilnError("KLN301", f"device {device!r} is not available to torch", hint='set `[train] device = "cpu"`')
+    try:
+        causal, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            str(path),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable(path, f"transformers cannot load it: {printable(error)}") from error
+    # Weights that no file brings would be drawn at random in silence.
+    absent = sorted({*info["missing_keys"], *(str(item) for item in info["mismatched_keys"])})
+    if absent:
+        raise _not_loadable(path, f"{len(absent)} weights are missing or misshapen, first {printable(absent[0])}")
+    return LanguageModel(causal.to(device))
+
+
+def require_model_files(path: Path) -> None:
+    """Raises KilnError KLN302 unless ``path`` has a config and every safetensors shard that its index names."""
+    if not path.is_dir():
+        raise _not_loadable(path, "there is no such directory")
+    if not (path / "config.json").is_file():
+        raise _not_loadable(path, "config.json is missing")
+    index = path / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(read_bounded(index, 64 * 1024 * 1024))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _not_loadable(path, f"{index.name} cannot be read: {printable(error)}") from None
+    for name in names:
+        if not (path / name).is_file():
+            raise _not_loadable(path, f"{printable(name)} is missing")
+
+
+def _head_only(causal: nn.Module) -> nn.Module:
+    """The same model, parameters shared, with the decoder replaced by one that hands its input through."""
+    prefix = str(cast(Any, causal).base_model_prefix)
+    if prefix not in causal._modules:
+        raise _refused(f"it has no decoder under the name {prefix!r}")
+    head = copy.copy(causal)
+    # A shallow copy shares its tables of modules with the original: without this line the original would change too.
+    head.__dict__["_modules"] = {**causal._modules, prefix: _Passthrough()}
+    return head
+
+
+class _HeadInput:
+    """A decoder's output to a head: hidden states, by name or as item 0. Whatever else it asks for is None."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.last_hidden_state = rows
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Passthrough(nn.Module):
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _HeadInput:
+        return _HeadInput(inputs_embeds)
+
+
+def _not_loadable(path: Path, detail: str) -> KilnError:
+    return KilnError("KLN302", f"no model can be loaded from {printable(path)}: {detail}", hint=FETCH_HINT)
+
+
+def _refused(detail: str) -> KilnError:
+    return KilnError(
+        "KLN214", f"the model cannot be trained by this profile: {detail}", hint="choose a decoder-only model"
+    )

@@ -1,0 +1,348 @@
+"""From messages to text: a Hugging Face chat template, run in a sandbox, with the same result as transformers.
+
+A chat template is a Jinja program that somebody else wrote. It sees the messages, the tools, the special tokens and
+whether a generation prompt is wanted, and prints the conversation as one string. Three rules keep that string evidence:
+
+- the text equals what transformers' ``apply_chat_template(..., tokenize=False)`` gives for the same messages;
+- the template reads no clock: ``strftime_now`` formats one date from the config, or the template is refused;
+- row text is data. It is passed as values and never becomes template source.
+
+``{% generation %}`` tags print nothing in a plain render. In a marked render they print two private characters, which
+``render_marked`` takes out again and returns as spans. The limit on a render is on its output (64 MiB of characters);
+there is none on time. A render is a pure function of its arguments, so it can be moved into a child process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.runtime import LoopContext
+
+from kiln_cli.errors import KilnError, RowFault
+from kiln_cli.text import printable
+
+MAX_OUTPUT = 64 * 1024 * 1024
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+# Unicode noncharacters: no text meant for interchange holds them, and a row that does is refused.
+BLOCK_OPEN, BLOCK_CLOSE = "\ufdd0", "\ufdd1"
+
+Message = dict[str, Any]
+Spans = tuple[tuple[int, int], ...]
+
+_LOOP_FACTS = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_TEXT_METHODS = frozenset(
+    {
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "find",
+        "rfind",
+        "index",
+        "replace",
+        "startswith",
+        "endswith",
+        "removeprefix",
+        "removesuffix",
+    }
+)
+
+
+class ChatTemplate:
+    """One compiled chat template.
+
+    Raises KilnError KLN213 when the source does not compile, or names ``strftime_now`` while no date is given.
+    """
+
+    def __init__(
+        self, source: str, name: str, special_tokens: Mapping[str, str] | None = None, date: str | None = None
+    ) -> None:
+        self.name = name
+        self.sha256 = "sha256:" + hashlib.sha256(source.encode("utf-8")).hexdigest()
+        self._special_tokens = dict(special_tokens or {})
+        clock = None if date is None else _frozen_clock(date)
+        try:
+            environment = _environment(_PlainBlocks, clock)
+            tree = environment.parse(source)
+            if clock is None and "strftime_now" in jinja2.meta.find_undeclared_variables(tree):
+                raise KilnError(
+                    "KLN213",
+                    f"the chat template {printable(name)} asks for today's date (strftime_now)",
+                    hint='give it a fixed one: [admit] date = "2025-01-31"',
+                )
+            self._plain = environment.from_string(source)
+            self.has_markers = next(tree.find_all(nodes.ExtensionAttribute), None) is not None
+            self._marked = _environment(_MarkedBlocks, clock).from_string(source) if self.has_markers else self._plain
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise KilnError(
+                "KLN213", f"the chat template {printable(name)} does not compile: {printable(error)}"
+            ) from error
+        # What the template itself searches message text for. Whoever alters a row for an experiment keeps these whole.
+        self.watched: re.Pattern[str] = _alternatives({THINK_OPEN, THINK_CLOSE, *_searched_strings(tree)})
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of ``messages``. Raises RowFault ``template_error`` when the template refuses them."""
+        return self.settle(messages, tools, add_generation_prompt)[1]
+
+    def render_marked(self, messages: Sequence[Message], tools: list[Any] | None = None) -> tuple[str, Spans]:
+        """The text, and the character span of each ``{% generation %}`` block.
+
+        Raises RowFault ``template_error`` (see :meth:`render`), ``mask_disagreement`` when the blocks do not pair up.
+        """
+        form, text = self.settle(messages, tools)
+        if BLOCK_OPEN in text or BLOCK_CLOSE in text:
+            raise RowFault("mask_disagreement", "the row holds U+FDD0 or U+FDD1, which mark generation blocks")
+        return split_blocks(self.render_form(form, tools, marked=True))
+
+    def settle(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> tuple[list[Message], str]:
+        """The first of the row's forms (:func:`row_forms`) that the template takes, and its text.
+
+        Raises RowFault ``template_error`` with the refusal of the first form when it takes none.
+        """
+        first: RowFault | None = None
+        for form in row_forms(messages):
+            try:
+                return form, self.render_form(form, tools, add_generation_prompt)
+            except RowFault as fault:
+                first = first or fault
+        raise first or RowFault("template_error", f"{printable(self.name)}: no messages")
+
+    def render_form(
+        self,
+        form: Sequence[Message],
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+        *,
+        marked: bool = False,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> str:
+        """Run the template once on messages as they are, ``special_tokens`` laid over the template's own.
+
+        Raises RowFault ``template_error``.
+        """
+        template = self._marked if marked else self._plain
+        variables: dict[str, Any] = {
+            **template.globals,
+            "messages": form,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+            **(special_tokens or {}),
+        }
+        parts: list[str] = []
+        size = 0
+        try:
+            # What Template.generate does, without copying the variables twice.
+            context = jinja2.runtime.Context(template.environment, variables, template.name, template.blocks)
+            for part in template.root_render_func(context):
+                size += len(part)
+                if size > MAX_OUTPUT:
+                    raise RowFault("template_error", f"{printable(self.name)}: more than {MAX_OUTPUT} characters")
+                parts.append(part)
+        except RowFault:
+            raise
+        except Exception as error:  # foreign code: whatever it raises is its verdict on this row
+            raise RowFault("template_error", f"{printable(self.name)}: {printable(error)}") from error
+        return "".join(parts)
+
+
+def normalised(messages: Sequence[Message]) -> list[Message]:
+    """Messages as transformers hands them over: null fields dropped, reasoning under both names templates read.
+
+    ``weight`` is ours: it says what is trained and is never shown to a template.
+    """
+    out = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
+        reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+        out.append(kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning})
+    return out
+
+
+def row_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The forms in which a row is offered to a template, best first; a row without tool calls has one.
+
+    A call's ``arguments`` given as JSON text are decoded when they hold an object; texts as they are come last. The
+    content of a turn that is calls alone is null. transformers drops a null field, which is the first form. Templates
+    that test ``content is none`` fail on the missing field and want the null; templates that concatenate want ``""``.
+    """
+    plain = normalised(messages)
+    if not any(message.get("tool_calls") for message in plain):
+        yield plain
+        return
+    decoded = [_with_decoded_arguments(message) for message in plain]
+    silent = [bool(message.get("tool_calls")) and not message.get("content") for message in plain]
+    for form in (decoded, plain) if decoded != plain else (plain,):
+        if not any(silent):
+            yield form
+            continue
+        yield [_without_content(message) if empty else message for message, empty in zip(form, silent, strict=True)]
+        for content in (None, ""):
+            pairs = zip(form, silent, strict=True)
+            yield [{**message, "content": content} if empty else message for message, empty in pairs]
+
+
+def split_blocks(marked: str) -> tuple[str, Spans]:
+    """Take the block characters out of a marked render. Raises RowFault ``mask_disagreement`` unless they pair up."""
+    parts, spans = [], []
+    position, opened = 0, -1
+    for piece in re.split(f"([{BLOCK_OPEN}{BLOCK_CLOSE}])", marked):
+        if piece in (BLOCK_OPEN, BLOCK_CLOSE):
+            if (piece == BLOCK_OPEN) != (opened < 0):
+                raise RowFault("mask_disagreement", "generation blocks of the template are nested or unbalanced")
+            if piece == BLOCK_CLOSE:
+                spans.append((opened, position))
+            opened = position if piece == BLOCK_OPEN else -1
+        else:
+            parts.append(piece)
+            position += len(piece)
+    if opened >= 0:
+        raise RowFault("mask_disagreement", "a generation block of the template is not closed")
+    return "".join(parts), tuple(spans)
+
+
+def _with_decoded_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_decoded_call(call) for call in calls]} if calls else message
+
+
+def _decoded_call(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    out = {**call, "function": _decoded_call(call["function"])} if isinstance(call.get("function"), dict) else call
+    text = out.get("arguments")
+    if isinstance(text, str):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return out  # not JSON: the text itself is what the row wants printed
+        if isinstance(value, dict):
+            return {**out, "arguments": value}
+    return out
+
+
+def _without_content(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "content"}
+
+
+def _alternatives(texts: set[str]) -> re.Pattern[str]:
+    return re.compile("(" + "|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))) + ")")
+
+
+def _searched_strings(tree: nodes.Template) -> set[str]:
+    """String constants that the template gives to ``split``, ``startswith``, ``replace`` and their like."""
+    found: set[str] = set()
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _TEXT_METHODS:
+            found.update(const.value for arg in call.args for const in _constants(arg))
+    for use in tree.find_all(nodes.Filter):
+        if use.name == "replace":
+            found.update(const.value for arg in use.args for const in _constants(arg))
+    return {text for text in found if text.strip()}
+
+
+def _constants(node: nodes.Expr) -> Iterator[nodes.Const]:
+    candidates = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
+    return (const for const in candidates if isinstance(const.value, str))
+
+
+class _PlainBlocks(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}`` that prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("print_block"), [], [], body).set_lineno(line)
+
+    def print_block(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _MarkedBlocks(_PlainBlocks):
+    """The same, between two private characters."""
+
+    def print_block(self, caller: Callable[[], str]) -> str:
+        return BLOCK_OPEN + caller() + BLOCK_CLOSE
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore names, which could reach the interpreter's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: a template may set an attribute `self`
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+class _DictType:
+    """``dict(...)`` and ``dict.fromkeys(...)`` without the attributes of the type itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which otherwise reasons anew about every ``loop.first``."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is LoopContext and attr in _LOOP_FACTS) or super().is_safe_attribute(obj, attr, value)
+
+
+def _environment(blocks: type[jinja2.ext.Extension], clock: Callable[[str], str] | None) -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[blocks, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, dict=_DictType(), namespace=_Namespace)
+    if clock is not None:
+        environment.globals["strftime_now"] = clock
+    return environment
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace attribute may not start with an underscore: {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as it stands: Jinja's own filter escapes ``<`` and ``&`` for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _frozen_clock(date: str) -> Callable[[str], str]:
+    if re.fullmatch(r"\d{4}-\d{2}-\d{2}", date) is None:
+        raise KilnError("KLN213", f"[admit] date is {printable(date)!r}, expected yyyy-mm-dd")
+    try:
+        return datetime.fromisoformat(date).strftime
+    except ValueError as error:
+        raise KilnError("KLN213", f"[admit] date is {printable(date)!r}: {error}") from error

@@ -1,0 +1,134 @@
+"""``kiln report``: one run on one page: rows, tokens, losses, speed, the verdict, and how to use the adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kiln_cli.errors import KilnError
+from kiln_cli.manifests import RECEIPT_NAME, nonzero, read_document, read_manifest, read_receipt
+from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, TrainReceipt
+from kiln_cli.terminal import table, terminal
+from kiln_cli.text import printable
+from kiln_stages import verify_receipt
+
+
+class Against(msgspec.Struct, frozen=True, kw_only=True):
+    """Another run of the same config beside this one: equal content means equal adapters, step for step."""
+
+    run: str
+    adapter_sha256: str
+    loss_log_sha256: str | None
+    equal: bool
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    schema: str = "kiln.report.v1"
+    rows: list[tuple[str, int]]
+    tokens: int
+    supervised_tokens: int
+    steps: int
+    loss_before: float | None
+    loss_after: float | None
+    tokens_per_second: float | None
+    verdict: str
+    adapter: str
+    adapter_sha256: str
+    base_model: str
+    against: Against | None = None
+
+
+def command(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run with a train receipt.")],
+    against: Annotated[
+        Path | None, typer.Option("--against", help="Another run; exit 1 if its adapter differs.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter."""
+    report = run(run_directory, against)
+    if json:
+        terminal.json_data(report)
+    else:
+        terminal.data(page(report))
+    if report.against is not None and not report.against.equal:
+        terminal.json = False  # the report is the one JSON object of this command
+        raise KilnError("KLN103", f"the adapters of {printable(run_directory)} and {printable(against)} differ")
+
+
+def run(run_directory: Path, against: Path | None = None) -> Report:
+    """Raises KilnError KLN206 where the run has no receipt or a manifest of it is missing."""
+    receipt = read_receipt(run_directory / RECEIPT_NAME)
+    speed = receipt.produced.get("training_tokens_per_second")
+    return Report(
+        rows=_rows(run_directory),
+        tokens=sum(receipt.token_counts.values()),
+        supervised_tokens=receipt.token_counts.get("action_tokens", 0),
+        steps=receipt.steps,
+        loss_before=receipt.held_out.loss_before if receipt.held_out else None,
+        loss_after=receipt.held_out.loss_after if receipt.held_out else None,
+        tokens_per_second=float(speed) if speed is not None else None,
+        verdict=verify_receipt.run(run_directory).word(require_all=False),
+        adapter=str(run_directory / receipt.adapters["output"]["path"]),
+        adapter_sha256=receipt.adapters["output"]["content_sha256"],
+        base_model=str(receipt.model.get("path")),
+        against=_compare(receipt, against) if against is not None else None,
+    )
+
+
+def page(report: Report) -> str:
+    """The report as text."""
+    rows: list[list[object]] = [[name, count] for name, count in report.rows]
+    rows += [["tokens trained", report.tokens], ["  supervised", report.supervised_tokens], ["steps", report.steps]]
+    if report.loss_before is not None and report.loss_after is not None:
+        rows += [
+            ["held-out loss before (nats/token)", report.loss_before],
+            ["held-out loss after", report.loss_after],
+        ]
+    if report.tokens_per_second is not None:
+        rows.append(["tokens per second", f"{report.tokens_per_second:.0f}"])
+    rows += [["receipt", report.verdict], ["adapter tensors", report.adapter_sha256]]
+    if report.against is not None:
+        rows.append([f"  of {report.against.run}", report.against.adapter_sha256])
+        rows.append(["  the two are", "equal, and so is every loss" if report.against.equal else "DIFFERENT"])
+    usage = (
+        "\nTo load the adapter:\n"
+        "  from peft import PeftModel\n"
+        "  from transformers import AutoModelForCausalLM\n"
+        f"  base = AutoModelForCausalLM.from_pretrained({report.base_model!r})\n"
+        f"  model = PeftModel.from_pretrained(base, {report.adapter!r})"
+    )
+    return table(rows, indent="") + "\n" + usage
+
+
+def _rows(run_directory: Path) -> list[tuple[str, int]]:
+    """The way of the rows: read, dropped by reason, split, rejected by reason, admitted."""
+    admit = read_manifest(run_directory, "admit")
+    rows: list[tuple[str, int]] = []
+    if admit.previous is not None:
+        path = run_directory / "data" / "drop_summary.json"
+        summary = read_document(path, DropSummary, DROP_SUMMARY_SCHEMA, field="schema_version")
+        for language, drops in summary.kiln.items():
+            counts = {**summary.languages[language].counts, **drops.counts}
+            rows.append((f"raw rows read ({language})", drops.rows_read))
+            rows += [(f"  dropped: {name}", count) for name, count in nonzero(counts).items()]
+            rows += [("  unused", drops.unused), ("  kept in splits", drops.kept)]
+    for split, counts in admit.counts.items():
+        rows.append((f"rows offered to {split}", counts["rows_read"]))
+        rows += [(f"  rejected: {name}", count) for name, count in nonzero(counts["reasons"]).items()]
+        rows.append(("  admitted", counts["rows_kept"]))
+    return rows
+
+
+def _compare(receipt: TrainReceipt, against: Path) -> Against:
+    other = read_receipt(against / RECEIPT_NAME)
+    same_adapter = receipt.adapters["output"]["content_sha256"] == other.adapters["output"]["content_sha256"]
+    return Against(
+        run=printable(against),
+        adapter_sha256=other.adapters["output"]["content_sha256"],
+        loss_log_sha256=other.loss_log_sha256,
+        equal=same_adapter and receipt.loss_log_sha256 == other.loss_log_sha256,
+    )

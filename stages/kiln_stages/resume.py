@@ -1,0 +1,110 @@
+"""``kiln resume``: an exact checkpoint and the same inputs in, the same run out, as if it had never been cut."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kiln_cli.config import LoadedConfig, load_config
+from kiln_cli.errors import KilnError, not_built
+from kiln_cli.files import run_lock
+from kiln_cli.plugins import Plugins, load_plugins
+from kiln_cli.terminal import SILENT, Progress, terminal
+from kiln_cli.text import printable
+from kiln_stages.packages import require_train_extra
+
+if TYPE_CHECKING:  # torch is imported when a training goes on, not when `kiln --help` looks at this module
+    from kiln_stages.checkpoint import Checkpoint
+    from kiln_stages.run_training import TrainResult
+
+
+def command(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of a training.")],
+    checkpoint: Annotated[str, typer.Option("--checkpoint", help="latest, or a checkpoint's name.")] = "latest",
+    prove: Annotated[int | None, typer.Option("--prove", help="Train K steps again and compare.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Continue a training from an exact checkpoint; any difference is an error."""
+    if prove is not None:
+        raise not_built("resume --prove", "`kiln train` with the same config into another --out gives the same bits")
+    loaded = load_config(run_directory / "config.resolved.toml")
+    result = run(loaded, run_directory, load_plugins(), checkpoint=checkpoint, progress=terminal)
+    if json and result.receipt is not None:
+        terminal.json_data(result.receipt)
+    if result.resumed_from is not None:
+        terminal.say(f"resume: went on after step {result.resumed_from}")
+    terminal.say(result.account(run_directory))
+    if result.signal is not None:
+        terminal.say(f"next: kiln resume {printable(run_directory)}")
+        raise typer.Exit(128 + result.signal)
+    terminal.say(f"next: kiln verify-receipt {printable(run_directory)}")
+
+
+def run(
+    config: LoadedConfig,
+    out: Path,
+    plugins: Plugins,
+    *,
+    checkpoint: str = "latest",
+    progress: Progress = SILENT,
+) -> TrainResult:
+    """Goes on from a checkpoint of ``out`` to the end and writes the receipt. A finished run is left as it is.
+
+    ``config`` is the run's own, ``out/config.resolved.toml``. Raises KilnError: KLN215 for a checkpoint that is not
+    there, cannot be loaded or has later ones beside it, KLN209 with every difference from what it is bound to, KLN207
+    where the loss log is not the checkpoint's; and as ``kiln train`` does.
+    """
+    started = time.monotonic()
+    require_train_extra("kiln resume")
+    from kiln_stages.checkpoint import list_checkpoints
+    from kiln_stages.run_training import TrainResult, finish, finished, read_inputs, read_training, run_steps
+    from kiln_stages.training import Trainer, require_no_later
+
+    with run_lock(out, "kiln resume"):
+        inputs = read_inputs(config, out, plugins)
+        if checkpoint == "latest" and (receipt := finished(inputs)) is not None:
+            return TrainResult(receipt=receipt, outcome=None, unchanged=True)
+        training = read_training(inputs.directory)
+        if training is None:
+            raise _no_checkpoint(out, "there is no training")
+        loaded = _choose(inputs.directory, checkpoint, out)
+        require_no_later(inputs.directory, loaded, list_checkpoints(inputs.directory))
+        trainer = Trainer(inputs.plan())
+        trainer.restore(loaded)
+        step = loaded.loop.global_step
+        outcome, signal = run_steps(trainer, inputs, progress)
+        if outcome.stopped:
+            return TrainResult(
+                receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal, resumed_from=step
+            )
+        receipt = finish(trainer, inputs, training, started, outcome)
+        return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step)
+
+
+def _choose(directory: Path, wanted: str, out: Path) -> Checkpoint:
+    """The checkpoint of that name, loaded. Names are names of directories directly under ``train/``, never paths."""
+    from kiln_stages.checkpoint import NAME, list_checkpoints, load_checkpoint
+
+    found = list_checkpoints(directory)
+    if wanted == "latest":
+        if not found:
+            raise _no_checkpoint(out, "the training was cut before its first checkpoint")
+        return load_checkpoint(found[-1][1])
+    if NAME.match(wanted) is None:
+        raise KilnError(
+            "KLN201",
+            f"--checkpoint {printable(wanted)!r} is no name of a checkpoint",
+            hint=f"`ls {printable(directory)}` lists them, or leave the option out for the latest",
+        )
+    return load_checkpoint(directory / wanted)
+
+
+def _no_checkpoint(out: Path, why: str) -> KilnError:
+    return KilnError(
+        "KLN215",
+        f"{printable(out)} has no checkpoint to resume from: {why}",
+        hint=f"`kiln train {printable(out)}/config.resolved.toml --out {printable(out)}` begins it again",
+    )

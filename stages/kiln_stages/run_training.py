@@ -1,0 +1,308 @@
+"""What ``kiln train`` and ``kiln resume`` share: from a run directory to a plan, and from the last step to a receipt.
+
+A run directory holds one training. ``train/training.json`` says which: it is written before the first step, so that a
+training that was cut short can be told from another one. ``train_receipt.json`` is written last of all.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.files import FS, hash_file, write_file, writing
+from kiln_cli.identity import canonical_json, sha256_hex
+from kiln_cli.manifests import (
+    RECEIPT_NAME,
+    document,
+    read_document,
+    read_manifest,
+    read_receipt,
+    relative_base,
+    require_unchanged,
+)
+from kiln_cli.plugins import Plugins, version
+from kiln_cli.receipts import (
+    INGESTION_SCHEMA,
+    Held,
+    IngestionReceipt,
+    StageManifest,
+    TrainReceipt,
+)
+from kiln_cli.terminal import Progress, table
+from kiln_cli.text import printable
+from kiln_stages.corpus import AdmittedRow, admitted_sha256, read_corpus
+from kiln_stages.interrupts import settle_on_signals
+from kiln_stages.loop import HeldOutLoss, StepRecord, TrainRow
+from kiln_stages.tensors import Shard, base_model_sha256, weight_shards
+from kiln_stages.train_receipt import Evidence, describe
+from kiln_stages.training import Outcome, Plan, Trainer, train_adapter
+
+TRAINING_SCHEMA = "kiln.training.v1"
+TRAINING_NAME = "training.json"
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``train/training.json``: which training the directory holds, and the held-out loss before its first step."""
+
+    schema: str = TRAINING_SCHEMA
+    adapter: str
+    config_sha256: str
+    corpus_sha256: str  # content_sha256 of admit_manifest.json
+    held_out_before: HeldOutLoss | None
+
+    def digest8(self) -> str:
+        return sha256_hex(canonical_json([self.adapter, self.config_sha256, self.corpus_sha256]))[:8]
+
+
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a training takes from a run directory, checked against the manifest that vouches for it."""
+
+    config: LoadedConfig
+    out: Path
+    admit: StageManifest
+    ingestion: IngestionReceipt
+    rows: list[TrainRow]
+    held_out: list[TrainRow]
+    shards: list[Shard]
+    plugins: Plugins
+
+    @property
+    def directory(self) -> Path:
+        return self.out / "train"
+
+    def training(self, held_out_before: HeldOutLoss | None = None) -> Training:
+        return Training(
+            adapter=self.config.run.train.adapter,
+            config_sha256=self.config.sha256(*TRAIN_SECTIONS),
+            corpus_sha256=self.admit.content_sha256,
+            held_out_before=held_out_before,
+        )
+
+    def evidence(self) -> Evidence:
+        return Evidence(self.config, self.out, self.admit, self.ingestion, self.shards, self.plugins)
+
+    def plan(self) -> Plan:
+        """Raises KilnError KLN212 for a loss that no plugin has."""
+        base = base_model_sha256(self.shards)
+        settings = self.config.run
+        return Plan(
+            config=settings.train,
+            seed=settings.project.seed,
+            model_dir=self.config.model_dir(),
+            base_model_id=settings.model.id or base,
+            base_model_sha256=base,
+            rows=self.rows,
+            kept_corpus_sha256=self.ingestion.kept_corpus_sha256,
+            loss=self.plugins.losses.get(settings.train.loss).load(),
+            identities={
+                "admit_content_sha256": self.admit.content_sha256,
+                "base_model_id": settings.model.id or base,
+                "ingestion_receipt_sha256": self.ingestion.identity(),
+                "kiln_train_version": version(),
+                "plugins": {p.distribution: p.version for p in self.plugins.loaded()},
+                "template": self.admit.details.get("template"),
+                "tokenizer": self.admit.details.get("tokenizer"),
+            },
+        )
+
+
+class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
+    """``receipt`` is None where a signal stopped the run; ``checkpoint`` then holds what is left of it."""
+
+    receipt: TrainReceipt | None
+    outcome: Outcome | None
+    checkpoint: Path | None = None
+    signal: int | None = None
+    unchanged: bool = False
+    resumed_from: int | None = None
+
+    def account(self, out: Path) -> str:
+        """What was trained, for people."""
+        receipt = self.receipt
+        if receipt is None:
+            assert self.outcome is not None and self.checkpoint is not None, "a stopped run has both"
+            return (
+                f"train: stopped after step {self.outcome.state.global_step}; what is left is in "
+                f"{printable(self.checkpoint)}"
+            )
+        rows: list[list[object]] = [
+            ["steps", receipt.steps],
+            ["supervised tokens", receipt.token_counts["action_tokens"]],
+            ["context tokens", receipt.token_counts["context_tokens"]],
+        ]
+        if self.outcome is not None:
+            history, count = self.outcome.state.loss_history, receipt.data.sft_ingestion.rows_kept
+            rows += [["mean loss, first epoch", sum(history[:count]) / count]]
+            rows += [["mean loss, last epoch", sum(history[-count:]) / count]]
+            rows += [["tokens a second", receipt.produced["training_tokens_per_second"] or 0.0]]
+        if receipt.held_out is not None:
+            rows += [["held-out loss before", receipt.held_out.loss_before]]
+            rows += [["held-out loss after", receipt.held_out.loss_after]]
+        state = "unchanged" if self.unchanged else "written"
+        where = f"{printable(out)}/{receipt.adapters['output']['path']}, {printable(out)}/{RECEIPT_NAME}"
+        return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{state}: {where}"
+
+
+def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins) -> Inputs:
+    """Reads what admit left, and hashes the base weights.
+
+    Raises KilnError: KLN206 where admit has not run, KLN207 where a file or setting changed after it, KLN302 for
+    missing model files.
+    """
+    admit = read_manifest(out, "admit")
+    _require_settings(config, admit, out)
+    rows = _read_rows(out, admit, "corpus")
+    held_out = _read_rows(out, admit, "heldout") if _has(admit, "admit/heldout.parquet") else []
+    ingestion_path = out / "admit" / "sft_ingestion.json"
+    require_unchanged(admit.output("admit/sft_ingestion.json"), ingestion_path, "admit_manifest.json")
+    return Inputs(
+        config=config,
+        out=out,
+        admit=admit,
+        ingestion=read_document(ingestion_path, IngestionReceipt, INGESTION_SCHEMA),
+        rows=rows,
+        held_out=held_out,
+        shards=weight_shards(config.model_dir()),
+        plugins=plugins,
+    )
+
+
+def read_training(directory: Path) -> Training | None:
+    """Which training a ``train/`` directory holds; None for a directory that is not there or is empty.
+
+    Raises KilnError KLN208 where it holds something else.
+    """
+    path = directory / TRAINING_NAME
+    if path.exists():
+        return read_document(path, Training, TRAINING_SCHEMA)
+    if directory.exists() and any(directory.iterdir()):
+        raise KilnError(
+            "KLN208",
+            f"{printable(directory)} holds files but no {TRAINING_NAME}: it is no training that kiln began",
+            hint="use another --out, or --fresh, which moves it aside",
+        )
+    return None
+
+
+def finished(inputs: Inputs) -> TrainReceipt | None:
+    """The receipt of this very training, if it is there and its outputs are still what it says."""
+    path = inputs.out / RECEIPT_NAME
+    if not path.exists():
+        return None
+    receipt = read_receipt(path)
+    same = receipt.config_sha256, receipt.previous.content_sha256
+    if same != (inputs.config.sha256(*TRAIN_SECTIONS), inputs.admit.content_sha256) or receipt.status != "success":
+        return None
+    for ref in receipt.outputs:
+        output = inputs.out / ref.path
+        if not output.is_file() or hash_file(output) != (ref.sha256, ref.bytes):
+            return None
+    return receipt
+
+
+def move_aside(out: Path) -> Path | None:
+    """Moves ``train/`` and its receipt to ``train.<digest8>``. None where there is nothing to move."""
+    directory, receipt = out / "train", out / RECEIPT_NAME
+    if not directory.exists() and not receipt.exists():
+        return None
+    path = directory / TRAINING_NAME
+    name = f"train.{_digest8(path)}"
+    taken = {entry.name for entry in out.iterdir()}
+    number = 2
+    target = name
+    while target in taken:
+        target, number = f"{name}-{number}", number + 1
+    with writing(directory):
+        FS.make_directory(directory)
+        if receipt.exists():  # first: a receipt must not outlive the files that it speaks of
+            FS.replace(receipt, directory / RECEIPT_NAME)
+        FS.rename_directory(directory, out / target)
+        FS.sync_directory(out)
+    return out / target
+
+
+def run_steps(trainer: Trainer, inputs: Inputs, progress: Progress) -> tuple[Outcome, int | None]:
+    """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
+    left = trainer.plan.total_steps - trainer.state.global_step
+    with settle_on_signals() as stop, progress.task("train", left, "steps") as task:
+
+        def show(record: StepRecord) -> None:
+            task.advance(note=f"epoch {record.epoch + 1}  loss {record.loss:.4f}")
+
+        outcome = train_adapter(trainer, inputs.directory, stop=stop, on_step=show)
+    return outcome, stop.signal
+
+
+def finish(trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome) -> TrainReceipt:
+    """Held-out loss after the last step, the adapter's files, and the receipt, in this order."""
+    before = training.held_out_before
+    after = trainer.held_out(inputs.held_out) if inputs.held_out else None
+    adapter = trainer.write_adapter(inputs.directory / "adapter")
+    held = None
+    if before is not None and after is not None:
+        held = Held(
+            rows=after.rows,
+            supervised_tokens=after.supervised_tokens,
+            loss_before=before.mean_per_token,
+            loss_after=after.mean_per_token,
+        )
+    receipt = describe(trainer, inputs.evidence(), adapter, held)
+    seconds = time.monotonic() - started
+    receipt.produced = {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "base_dir": relative_base(inputs.out, inputs.config.base_dir),
+        "seconds": round(seconds, 3),
+        "steps_in_last_process": len(outcome.state.loss_history) - outcome.first_step,
+        "training_seconds": round(outcome.seconds, 3),
+        "training_tokens_per_second": round(outcome.tokens / outcome.seconds, 1) if outcome.seconds else None,
+    }
+    receipt.seal()
+    write_file(inputs.out / RECEIPT_NAME, document(receipt))
+    return receipt
+
+
+def _read_rows(out: Path, admit: StageManifest, split: str) -> list[TrainRow]:
+    name = f"admit/{split}.parquet"
+    path = out / name
+    require_unchanged(admit.output(name), path, "admit_manifest.json")
+    rows = read_corpus(path)
+    found, expected = admitted_sha256(rows), admit.details.get("admitted_sha256", {}).get(split)
+    if found != expected:
+        raise KilnError(
+            "KLN207",
+            f"{printable(path)} holds other rows than admit_manifest.json says: {found}, expected {expected}",
+            hint="run `kiln admit` again",
+        )
+    return [_train_row(row) for row in rows]
+
+
+def _train_row(row: AdmittedRow) -> TrainRow:
+    return TrainRow(row.row_index, row.row_sha256, row.input_ids, row.label_spans)
+
+
+def _has(manifest: StageManifest, path: str) -> bool:
+    return any(ref.path == path for ref in manifest.outputs)
+
+
+def _require_settings(config: LoadedConfig, admit: StageManifest, out: Path) -> None:
+    """What admit read of the config must still be what the config says, or the receipt would tell of another run."""
+    sections = admit.details.get("config_sections", [])
+    found = config.sha256(*sections)
+    if found != admit.config_sha256:
+        names = " and ".join(f"[{name}]" for name in sections)
+        raise KilnError(
+            "KLN207",
+            f"{names} of the config changed after `kiln admit`: digest {found}, expected {admit.config_sha256}",
+            hint=f"run `kiln admit` again, or train with {printable(out)}/config.resolved.toml",
+        )
+
+
+def _digest8(path: Path) -> str:
+    try:
+        return read_document(path, Training, TRAINING_SCHEMA).digest8()
+    except KilnError:
+        return "unknown"  # no training of ours, or damaged: it is only moved

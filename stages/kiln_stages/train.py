@@ -1,0 +1,107 @@
+"""``kiln train``: the admitted rows of a run in, a LoRA adapter and its receipt out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kiln_cli.config import LoadedConfig, load_config
+from kiln_cli.errors import KilnError
+from kiln_cli.files import run_lock, write_file
+from kiln_cli.manifests import document
+from kiln_cli.plugins import Plugins, load_plugins
+from kiln_cli.terminal import SILENT, Progress, terminal
+from kiln_cli.text import printable
+from kiln_stages.packages import require_train_extra
+
+if TYPE_CHECKING:  # torch is imported when a training begins, not when `kiln --help` looks at this module
+    from kiln_stages.run_training import Inputs, TrainResult
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="The run config (TOML or JSON).")],
+    out: Annotated[Path, typer.Option("--out", help="The run directory, with what `kiln admit` wrote.")],
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move another training of the run aside.")] = False,
+    assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Train a LoRA adapter on the admitted rows, one conversation a step."""
+    loaded = load_config(config, assignments or ())
+    result = run(loaded, out, load_plugins(), fresh=fresh, progress=terminal)
+    if json and result.receipt is not None:
+        terminal.json_data(result.receipt)
+    terminal.say(result.account(out))
+    if result.signal is not None:
+        terminal.say(f"next: kiln resume {printable(out)}")
+        raise typer.Exit(128 + result.signal)
+    terminal.say(f"next: kiln verify-receipt {printable(out)}")
+
+
+def run(
+    config: LoadedConfig, out: Path, plugins: Plugins, *, fresh: bool = False, progress: Progress = SILENT
+) -> TrainResult:
+    """Writes ``train/`` and, last, ``train_receipt.json``. A finished training of the same inputs is left as it is.
+
+    ``fresh`` moves another or an unfinished training to ``train.<digest8>``. Raises KilnError: KLN206/207 where
+    admit's files are missing or changed, KLN208 where the run holds another training, KLN302/214 for the model, KLN104
+    for a loss that is not finite or diverges, KLN401/402/403 for locks, disks and memory.
+    """
+    started = time.monotonic()
+    require_train_extra("kiln train")
+    from kiln_stages.run_training import (
+        TRAINING_NAME,
+        TrainResult,
+        finish,
+        finished,
+        move_aside,
+        read_inputs,
+        run_steps,
+    )
+    from kiln_stages.training import Trainer
+
+    with run_lock(out, "kiln train"):
+        inputs = read_inputs(config, out, plugins)
+        if (receipt := finished(inputs)) is not None:
+            return TrainResult(receipt=receipt, outcome=None, unchanged=True)
+        if fresh:
+            move_aside(out)
+        _require_room(inputs)
+        trainer = Trainer(inputs.plan())
+        training = inputs.training(trainer.held_out(inputs.held_out) if inputs.held_out else None)
+        write_file(out / "config.resolved.toml", config.resolved_toml(out))
+        write_file(inputs.directory / TRAINING_NAME, document(training))
+        outcome, signal = run_steps(trainer, inputs, progress)
+        if outcome.stopped:
+            return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
+        return TrainResult(receipt=finish(trainer, inputs, training, started, outcome), outcome=outcome)
+
+
+def _require_room(inputs: Inputs) -> None:
+    """A run directory holds one training. Raises KilnError KLN208 with both digests, or for one that can be resumed."""
+    from kiln_stages.checkpoint import list_checkpoints
+    from kiln_stages.run_training import read_training
+
+    found, wanted = read_training(inputs.directory), inputs.training()
+    where = printable(inputs.directory)
+    if found is None:
+        return
+    for what, old, new in (
+        ("adapter", found.adapter, wanted.adapter),
+        ("config", found.config_sha256, wanted.config_sha256),
+        ("corpus", found.corpus_sha256, wanted.corpus_sha256),
+    ):
+        if old != new:
+            raise KilnError(
+                "KLN208",
+                f"{where} holds a training of another {what}: {printable(old)}, now {printable(new)}",
+                hint="use another --out, or --fresh, which moves the old training aside",
+            )
+    if checkpoints := list_checkpoints(inputs.directory):
+        raise KilnError(
+            "KLN208",
+            f"{where} holds this training, unfinished, with checkpoints up to step {checkpoints[-1][0]}",
+            hint=f"`kiln resume {printable(inputs.out)}` goes on with it; --fresh moves it aside",
+        )

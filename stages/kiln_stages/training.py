@@ -1,0 +1,275 @@
+"""From plain values to a trained adapter: what ``kiln train`` and ``kiln resume`` both do, without files of a stage.
+
+A :class:`Trainer` holds model, optimizer and loop state, and knows what they are bound to; :func:`train_adapter` drives
+it through the steps that are left, keeping the log and publishing checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kiln_cli.config import TrainConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.extensions import LossFunction
+from kiln_cli.files import hash_file, write_file
+from kiln_cli.identity import canonical_json
+from kiln_stages import determinism
+from kiln_stages.checkpoint import Checkpoint, checkpoint_name, publish_checkpoint
+from kiln_stages.checkpoint_manifest import SOURCE_KIND, Binding, DataPart, PrecisionPolicy, RngStream, require_same
+from kiln_stages.loop import HeldOutLoss, StepRecord, TrainRow, evaluate, train
+from kiln_stages.loop_state import STATE_TYPE, LoopState
+from kiln_stages.lora import adapter_config, load_adapter, restore, store
+from kiln_stages.metrics import begin_log
+from kiln_stages.model import load_language_model
+from kiln_stages.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
+from kiln_stages.order import epoch_order
+from kiln_stages.tensors import StoredTensor, adapter_content_sha256, encode_tensors
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ATTENTION = "sdpa"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training follows from.
+
+    ``base_model_id`` is how the adapter names its base; ``identities`` are digests and versions of the stages before
+    (ingestion receipt, tokenizer, template, plugins), which bind checkpoints along with all the rest.
+    """
+
+    config: TrainConfig
+    seed: int
+    model_dir: Path
+    base_model_id: str
+    base_model_sha256: str
+    rows: list[TrainRow]
+    kept_corpus_sha256: str
+    loss: LossFunction
+    identities: dict[str, Any] = {}
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.epochs * len(self.rows)
+
+    def effective_config(self) -> dict[str, Any]:
+        """The config with rate, seed and the optimizer's defaults written out. Seeds are decimal text."""
+        value: dict[str, Any] = msgspec.to_builtins(self.config)
+        optimizer = {"kind": self.config.optimizer.kind, **self.config.optimizer.resolved()}
+        return value | {"learning_rate": self.config.rate, "optimizer": optimizer, "seed": str(self.seed)}
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter as files: where they lie, their digests and sizes by name, and the digest of the tensors."""
+
+    path: Path
+    content_sha256: str
+    files: dict[str, tuple[str, int]]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How far :func:`train_adapter` came. ``stopped`` means that steps remain and ``checkpoint`` holds them."""
+
+    state: LoopState
+    first_step: int  # committed before this call
+    tokens: int  # trained in this call
+    supervised_tokens: int
+    seconds: float  # of this call
+    stopped: bool
+    checkpoint: Path | None
+
+
+class Trainer:
+    """Model, optimizer and loop state of one training. Making one loads the model and puts LoRA on it.
+
+    Raises KilnError KLN302, KLN214 or KLN301 as :func:`load_language_model` does.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        determinism.fix(config.threads)
+        self.plan = plan
+        self.state = LoopState()
+        self.model = load_language_model(plan.model_dir, dtype=config.dtype, attention=ATTENTION, device=config.device)
+        self.model.add_lora(config.lora_rank, config.lora_alpha, plan.seed, config.target_modules)
+        self.optimizer = build_optimizer(
+            config.optimizer.kind, self.model.parameters, config.rate, config.optimizer.resolved()
+        )
+        self.binding = self._bind()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts the run where the checkpoint stands. Raises KilnError KLN209 with every difference, KLN215 for tensors
+        that are not those of this model."""
+        require_same(self.binding, checkpoint.manifest, checkpoint.path.name)
+        kind, step = self.plan.config.optimizer.kind, checkpoint.loop.global_step
+        try:
+            load_adapter(self.model.parameters, checkpoint.adapter)
+            if STATE_KEYS[kind]:
+                restore_state(kind, self.optimizer, self.model.parameters, restore(checkpoint.optimizer), step)
+        except (ValueError, KeyError) as error:
+            raise KilnError(
+                "KLN215",
+                f"checkpoint {checkpoint.path.name} does not fit this model: {error}",
+                hint="name another with --checkpoint",
+            ) from error
+        self.state = checkpoint.loop
+
+    def steps(self) -> Iterator[StepRecord]:
+        """The steps that are left; see :func:`kiln_stages.loop.train`."""
+        plan = self.plan
+        return train(
+            self.model,
+            self.optimizer,
+            plan.loss,
+            plan.rows,
+            seed=plan.seed,
+            epochs=plan.config.epochs,
+            state=self.state,
+        )
+
+    def held_out(self, rows: list[TrainRow]) -> HeldOutLoss:
+        return evaluate(self.model, self.plan.loss, rows)
+
+    def publish_checkpoint(self, directory: Path) -> Path:
+        """An exact checkpoint of this moment, which must be between steps."""
+        plan, kind = self.plan, self.plan.config.optimizer.kind
+        return publish_checkpoint(
+            directory,
+            self.binding,
+            self.state,
+            epoch_order(plan.seed, self.state.epoch_index, len(plan.rows)),
+            store(self.model.parameters),
+            store(export_state(kind, self.optimizer, self.model.parameters)),
+        )
+
+    def adapter_tensors(self) -> list[StoredTensor]:
+        return store(self.model.parameters)
+
+    def write_adapter(self, directory: Path) -> Adapter:
+        """Writes the adapter in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+        shape = self.model.shape
+        assert shape is not None, "LoRA is put on when the trainer is made"
+        tensors = self.adapter_tensors()
+        contents = (adapter_config(shape, self.plan.base_model_id), encode_tensors(tensors))
+        written = [write_file(directory / name, data) for name, data in zip(ADAPTER_FILES, contents, strict=True)]
+        return Adapter(
+            path=directory,
+            content_sha256=adapter_content_sha256(tensors),
+            files={out.path.name: (out.sha256, out.size) for out in written},
+        )
+
+    def _bind(self) -> Binding:
+        plan, config, shape = self.plan, self.plan.config, self.model.shape
+        assert shape is not None, "LoRA is put on when the trainer is made"
+        seed = str(plan.seed)
+        return Binding(
+            adapter_name=config.adapter,
+            effective_config=plan.effective_config(),
+            precision_policy=PrecisionPolicy(
+                parameter_dtype=config.dtype,
+                optimizer_state_dtype=config.dtype,
+                activation_dtype=config.dtype,
+                gradient_dtype=config.dtype,
+                stochastic_rounding={"enabled": False},
+            ),
+            data=DataPart(
+                source_kind=SOURCE_KIND,
+                content_sha256=plan.kept_corpus_sha256.removeprefix("sha256:"),
+                item_count=len(plan.rows),
+            ),
+            total_steps=plan.total_steps,
+            optimizer_kind=config.optimizer.kind,
+            optimizer_hyperparameters=effective(self.optimizer),
+            scheduler_state={
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": "none",
+                "learning_rate": config.rate,
+                "microbatch_conversations": 1,
+                "profile": config.profile,
+                "warmup_steps": 0,
+            },
+            rng_streams={
+                "epoch-order": RngStream(algorithm="kiln-cli.epoch-order.v1", seed=seed, position=0),
+                "lora-init": RngStream(algorithm="kiln-cli.lora-init.v1", seed=seed, position=0),
+            },
+            auxiliary_state={
+                "base_model_weights_sha256": plan.base_model_sha256,
+                "execution": determinism.execution_identity(
+                    device=config.device, dtype=config.dtype, attention=ATTENTION
+                ),
+                "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
+                "loop_state_type": STATE_TYPE,
+                "lora": {"alpha": shape.alpha, "rank": shape.rank, "target_modules": list(shape.target_modules)},
+                "model_config_sha256": "sha256:" + hash_file(plan.model_dir / "config.json")[0],
+                **plan.identities,
+            },
+        )
+
+
+def train_adapter(
+    trainer: Trainer,
+    directory: Path,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> Outcome:
+    """Runs the steps that are left, logging each in ``directory/metrics.jsonl`` and publishing checkpoints there.
+
+    A checkpoint comes every ``checkpoint_interval`` steps, never for the last. ``stop`` is asked after each committed
+    step; where it says yes and steps remain, a checkpoint is published and the run ends. Raises KilnError KLN104 for a
+    loss or gradient that is not finite and for divergence, KLN402 for the disk, KLN403 for memory.
+    """
+    interval, total = trainer.plan.config.checkpoint_interval, trainer.plan.total_steps
+    started, first_step = time.monotonic(), trainer.state.global_step
+    tokens = supervised = 0
+    published: Path | None = None
+    with begin_log(directory / "metrics.jsonl", trainer.state.loss_history) as log:
+        for record in _or_out_of_memory(trainer.steps()):
+            log.append(canonical_json(record._asdict()))
+            on_step(record)
+            tokens += record.tokens
+            supervised += record.supervised_tokens
+            stopping = record.step < total and stop()
+            if record.step < total and (stopping or (interval and record.step % interval == 0)):
+                log.sync()
+                published = trainer.publish_checkpoint(directory)
+            if stopping:
+                break
+        log.sync()
+    return Outcome(
+        state=trainer.state,
+        first_step=first_step,
+        tokens=tokens,
+        supervised_tokens=supervised,
+        seconds=time.monotonic() - started,
+        stopped=trainer.state.global_step < total,
+        checkpoint=published,
+    )
+
+
+def require_no_later(directory: Path, checkpoint: Checkpoint, later: list[tuple[int, Path]]) -> None:
+    """Raises KilnError KLN215 where steps after the checkpoint's were published: their names are taken for good."""
+    names = [path.name for step, path in later if step > checkpoint.loop.global_step]
+    if names:
+        wanted = checkpoint_name(checkpoint.manifest.adapter_name, checkpoint.loop.global_step)
+        raise KilnError(
+            "KLN215",
+            f"{wanted} is not the newest checkpoint: {len(names)} of later steps lie beside it, up to {names[-1]}",
+            hint=f"resume the newest, or move the later ones out of {directory.name}/ first",
+        )
+
+
+def _or_out_of_memory(steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
+    """The same steps; an allocation that fails becomes KilnError KLN403, on the CPU as on an accelerator."""
+    try:
+        yield from steps
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a bare one
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise KilnError(
+                "KLN403", f"out of memory in a training step: {error}", hint="lower [admit] max_tokens"
+            ) from error
+        raise

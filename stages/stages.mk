@@ -1,0 +1,45 @@
+# Make rules for kiln runs, one a stage, each behind the manifest before it. Include this file from any project:
+#
+#   include path/to/stages.mk
+#   $(eval $(call kiln_run,runs/mine,mine.toml,rows.jsonl,path/to/model))
+#   all: runs/mine/verified
+#
+# A stage that is run again and changes nothing leaves its manifest as it is, so nothing behind it runs. The stamp is
+# what tells Make that the stage has looked at its inputs; the manifest is what later stages depend on.
+
+KILN ?= kiln
+
+# kiln_data: run directory, config, raw rows, model directory
+define kiln_data
+$(1)/.stamps/prepare: $(2) $(3)
+	$$(KILN) prepare $(2) --out $(1)
+	@mkdir -p $$(@D) && touch $$@
+$(1)/data_manifest.json: $(1)/.stamps/prepare
+	@test -e $$@ || $$(KILN) prepare $(2) --out $(1)
+
+$(1)/.stamps/admit: $(1)/data_manifest.json $(2) $(4)/tokenizer.json
+	$$(KILN) admit $(2) --out $(1)
+	@mkdir -p $$(@D) && touch $$@
+$(1)/admit_manifest.json: $(1)/.stamps/admit
+	@test -e $$@ || $$(KILN) admit $(2) --out $(1)
+endef
+
+# kiln_verify: run directory. The check stands for the receipt; it needs neither torch nor a GPU.
+define kiln_verify
+$(1)/verified: $(1)/train_receipt.json
+	$$(KILN) verify-receipt $(1)
+	@touch $$@
+endef
+
+# kiln_run: run directory, config, raw rows, model directory
+define kiln_run
+$(call kiln_data,$(1),$(2),$(3),$(4))
+
+$(1)/.stamps/train: $(1)/admit_manifest.json $(2)
+	$$(KILN) train $(2) --out $(1) --fresh
+	@mkdir -p $$(@D) && touch $$@
+$(1)/train_receipt.json: $(1)/.stamps/train
+	@test -e $$@ || $$(KILN) train $(2) --out $(1) --fresh
+
+$(call kiln_verify,$(1))
+endef

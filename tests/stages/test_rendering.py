@@ -1,0 +1,238 @@
+"""The renderer gives what transformers gives, and refuses what would make a render differ from run to run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from kiln_stages import rendering
+from kiln_stages.rendering import ChatTemplate
+from tests_support import shared_path
+
+from kiln_cli.errors import KilnError, RowFault
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+DATE = "2025-01-31"
+CALL = {"type": "function", "id": "abcdef123", "function": {"name": "f", "arguments": {"x": 'é<&>"\n', "n": 1.5}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string", "description": "the x"}},
+                "required": ["x"],
+            },
+        },
+    }
+]
+SHAPES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
+    "plain": ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}], None),
+    "system": (
+        [
+            {"role": "system", "content": " be kind "},
+            {"role": "user", "content": "a\n"},
+            {"role": "assistant", "content": "\n\nb "},
+        ],
+        None,
+    ),
+    "two_turns": (
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"},
+            {"role": "user", "content": "{{ c }}"},
+            {"role": "assistant", "content": "d"},
+        ],
+        None,
+    ),
+    "reasoning": (
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "reasoning_content": "why", "name": None},
+        ],
+        None,
+    ),
+    "thinking": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "w"}], None),
+    "calls": (
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "so", "tool_calls": [CALL]},
+            {"role": "tool", "content": "1", "tool_call_id": "abcdef123"},
+            {"role": "assistant", "content": "b"},
+        ],
+        TOOLS,
+    ),
+    "null_content": (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        TOOLS,
+    ),
+    "no_tools": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], []),
+    "user_last": ([{"role": "system", "content": "s /no_think"}, {"role": "user", "content": "a"}], TOOLS),
+}
+
+
+def template_files() -> list[pathlib.Path]:
+    root = shared_path("data")
+    return [root / "tokenizers/smollm2/chat_template.jinja", *sorted((root / "templates").glob("*/*.jinja"))]
+
+
+def test_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+
+    class FixedClock:
+        @staticmethod
+        def now() -> Any:
+            return utils_datetime(2025, 1, 31)
+
+    utils_datetime = utils.datetime
+    monkeypatch.setattr(utils, "datetime", FixedClock)
+    compared = 0
+    for path in template_files():
+        source = path.read_text(encoding="utf-8")
+        template = ChatTemplate(source, path.stem, SPECIAL, DATE)
+        for shape, (messages, tools) in SHAPES.items():
+            for prompt in (False, True):
+                try:
+                    chat = utils._normalize_chat_messages(messages)
+                    expected = utils.render_jinja_template(
+                        [chat], tools=tools, chat_template=source, add_generation_prompt=prompt, **SPECIAL
+                    )[0][0]
+                except Exception:
+                    with pytest.raises(RowFault, match="template_error"):
+                        template.render_form(rendering.normalised(messages), tools, prompt)
+                    continue
+                found = template.render_form(rendering.normalised(messages), tools, prompt)
+                assert found == expected, (path.stem, shape, prompt)
+                assert template.render(messages, tools, prompt) == expected
+                compared += 1
+    assert compared > 200
+
+
+def test_markers_give_the_spans_of_transformers() -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    marked = [path for path in template_files() if "generation %}" in path.read_text(encoding="utf-8")]
+    assert len(marked) == 4
+    for path in marked:
+        source = path.read_text(encoding="utf-8")
+        template = ChatTemplate(source, path.stem, SPECIAL)
+        assert template.has_markers
+        for messages, tools in (SHAPES["system"], SHAPES["two_turns"]):
+            texts, spans = utils.render_jinja_template(
+                [messages], tools=tools, chat_template=source, return_assistant_tokens_mask=True, **SPECIAL
+            )
+            assert template.render_marked(messages, tools) == (texts[0], tuple(spans[0]))
+
+
+def test_a_clock_needs_a_date() -> None:
+    source = "{% macro m() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ m() }}"
+    with pytest.raises(KilnError, match="date") as error:
+        ChatTemplate(source, "clock")
+    assert error.value.code == "KLN213"
+    assert "[admit] date" in error.value.hint
+    assert ChatTemplate(source, "clock", date="2024-02-29").render([{"role": "user", "content": ""}]) == "29 Feb 2024"
+    for bad in ("2024-02-30", "yesterday", "20240229"):
+        with pytest.raises(KilnError, match="date"):
+            ChatTemplate(source, "clock", date=bad)
+
+
+def test_a_template_that_does_not_compile_is_refused() -> None:
+    for source in ("{% for %}", "{{ x | nosuchfilter }}", "{% generation %}"):
+        with pytest.raises(KilnError) as error:
+            ChatTemplate(source, "broken")
+        assert error.value.code == "KLN213"
+
+
+@pytest.mark.parametrize("source", [
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''.__class__.__base__.__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ messages.append(1) }}",
+    "{{ namespace(__init__=1) }}",
+    "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    "{{ dict.__globals__ }}",
+    "{{ raise_exception.__globals__['json'] }}",
+    "{{ '{0.__class__}'.format(messages) }}",
+])  # fmt: skip
+def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
+    try:
+        text = ChatTemplate(source, "hostile").render([{"role": "user", "content": "x"}])
+    except RowFault as fault:
+        assert fault.reason == "template_error"
+    else:
+        assert text == ""
+
+
+def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MAX_OUTPUT", 1000)
+    template = ChatTemplate("{% for i in range(500) %}{{ 'abc' }}{% endfor %}", "long")
+    with pytest.raises(RowFault, match="more than 1000 characters"):
+        template.render([{"role": "user", "content": ""}])
+
+
+def test_errors_carry_the_name_and_the_templates_own_message() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", "strict")
+    with pytest.raises(RowFault) as error:
+        template.render([{"role": "user", "content": ""}])
+    assert (error.value.reason, error.value.detail) == ("template_error", "strict: roles must alternate")
+
+
+def test_arguments_given_as_text_are_decoded_if_they_hold_an_object() -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", "json")
+    for given, printed in [('{"a": 1}', '{"a": 1}'), ("[1]", '"[1]"'), ("not json", '"not json"')]:
+        row = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]
+        assert template.render(row) == printed
+    wants_text = ChatTemplate("{{ '>' + messages[0].tool_calls[0].arguments }}", "text")
+    row = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}]
+    assert wants_text.render(row) == '>{"a": 1}'
+
+
+@pytest.mark.parametrize(("source", "printed"), [
+    ("{{ 'content' in messages[0] }}", "False"),
+    ("{% if messages[0].content is not none %}{{ '' + messages[0].content }}{% endif %}ok", "ok"),
+    ("{{ '<' + messages[0]['content'] + '>' }}", "<>"),
+])  # fmt: skip
+def test_a_turn_of_calls_alone_has_null_content_as_far_as_the_template_bears_it(source: str, printed: str) -> None:
+    row = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}]
+    assert ChatTemplate(source, "null").render(row) == printed
+
+
+def test_unbalanced_blocks_are_refused() -> None:
+    for marked in ("\ufdd0\ufdd0a\ufdd1\ufdd1", "a\ufdd1", "\ufdd0a"):
+        with pytest.raises(RowFault, match="mask_disagreement"):
+            rendering.split_blocks(marked)
+    assert rendering.split_blocks("x\ufdd0ab\ufdd1\ufdd0\ufdd1y") == ("xaby", ((1, 3), (3, 3)))
+
+
+def test_a_row_with_block_characters_is_refused() -> None:
+    template = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}", "blocks")
+    with pytest.raises(RowFault, match="U\\+FDD0"):
+        template.render_marked([{"role": "assistant", "content": "a\ufdd0b"}])
+
+
+def test_rendering_leaves_the_messages_alone() -> None:
+    row: list[dict[str, Any]] = [
+        {
+            "role": "assistant",
+            "content": "",
+            "weight": 0,
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}],
+        }
+    ]
+    copy = [{**row[0], "tool_calls": [{"function": dict(row[0]["tool_calls"][0]["function"])}]}]
+    assert ChatTemplate("{{ messages[0].weight is defined }}", "weight").render(row) == "False"
+    assert row == copy
+
+
+def test_rendering_and_labels_need_no_heavy_package() -> None:
+    heavy = ("torch", "transformers", "numpy", "polars", "tokenizers")
+    code = f"import sys, kiln_stages.labels; print([name for name in {heavy} if name in sys.modules])"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
