@@ -14,7 +14,7 @@ CUT := runs/demo-resumed
 KILL_AFTER := 40
 
 .DELETE_ON_ERROR:
-.PHONY: run test check clean install fetch
+.PHONY: run test check docs clean install fetch
 
 run: $(RUN)/verified $(CUT)/verified
 	$(KILN) report $(RUN) --against $(CUT)
@@ -57,6 +57,9 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy fixtures/_download.py fixtures/fetch_model.py fixtures/fetch_rows.py fixtures/kill_training.py
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf runs .mypy_cache .ruff_cache .pytest_cache
