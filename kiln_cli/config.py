@@ -36,6 +36,7 @@ Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+Label = Annotated[str, Meta(pattern=r"^(tool|/.*)$")]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
@@ -81,18 +82,40 @@ class DatasetConfig(Section, frozen=True, kw_only=True):
 
     @property
     def dataset_id(self) -> str:
-        return self.id or Path(self.path).name.split(".")[0]
+        return self.id or _stem(self.path)
+
+
+def _stem(path: str) -> str:
+    """A file's name without the endings that say how it is packed: ``a/rows.fr.jsonl.gz`` is ``rows.fr``."""
+    name = Path(path).name
+    while (suffix := Path(name).suffix) in (".gz", ".zst", ".jsonl", ".ndjson", ".json", ".parquet"):
+        name = name.removesuffix(suffix)
+    return name or "rows"
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
+    """``checks`` names opt-in drop reasons. ``ratios`` (train, validation, test) replaces the fixed counts by shares of
+    the pool. ``group_by`` keeps rows with one label in one split, ``stratify_by`` gives each label its share; a label
+    is "tool" (the function that a row calls first) or a JSON pointer into the raw row."""
+
     n_train: Count = 15_000
     n_validation: Count = 1_000
     n_test: Count = 1_000
     min_query_chars: Count = 10
     max_query_chars: Count = 2_000
     max_calls: Annotated[int, Meta(ge=1, le=64)] = 1
+    checks: list[NonEmpty] = []
+    near_duplicate_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    ratios: Annotated[list[Positive], Meta(min_length=3, max_length=3)] | None = None
+    group_by: Label | None = None
+    stratify_by: Label | None = None
+    release_failed_pair_digest: bool = False
 
     def faults(self) -> Iterable[CrossFault]:
+        if self.ratios is not None and abs(sum(self.ratios) - 1.0) > 1e-9:
+            yield CrossFault(("ratios",), f"ratios = {self.ratios} add up to {sum(self.ratios):g}, not to 1")
+        if self.group_by is not None and self.stratify_by is not None:
+            yield CrossFault(("group_by", "stratify_by"), "group_by and stratify_by exclude each other")
         if self.max_query_chars <= self.min_query_chars:
             yield CrossFault(
                 ("max_query_chars", "min_query_chars"),
@@ -208,10 +231,6 @@ REFUSED_KEYS = {
         ("detect_anomaly", "grad_checkpoint_segments", "adapter_smoke_test", "base_adapter", "train_mtp"),
         "not built in this version",
     ),
-    **dict.fromkeys(
-        ("release_failed_pair_digest", "checks", "ratios", "group_by", "stratify_by", "near_duplicate_threshold"),
-        "not built in this version",
-    ),
 }
 
 
@@ -229,14 +248,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         languages = [dataset.language for dataset in self.datasets]
         for language in sorted({name for name in languages if languages.count(name) > 1}):
             yield CrossFault(("datasets",), f"datasets: language {language!r} stands more than once")
-        for index, dataset in enumerate(self.datasets):
-            if dataset.source_id_column is not None:
-                yield CrossFault(
-                    ("datasets",), f"datasets[{index}].source_id_column: paired sources are not built in this version"
-                )
-        if len(self.datasets) > 1:
+        roots = [dataset.language for dataset in self.datasets if dataset.source_id_column is None]
+        if self.datasets and len(roots) != 1:
+            found = f"{len(roots)} ({', '.join(roots)})" if roots else "none"
             yield CrossFault(
-                ("datasets",), f"datasets: {len(self.datasets)} sources; more than one is not built in this version"
+                ("datasets",), f"datasets: one source must be without source_id_column (the root), found {found}"
             )
 
 

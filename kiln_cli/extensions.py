@@ -6,7 +6,7 @@ Every kind has a ``name`` (unique over all plugins) and a ``doc`` (one line, sho
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -60,8 +60,12 @@ class DropReason(msgspec.Struct, frozen=True, kw_only=True):
     - ``line``: bytes before they are a row; raised by the reader, ``check`` is None.
     - ``row``: ``check(candidate, limits)`` returns None, or a detail that says what was found and expected. Reasons of
       order above 90 may use the parsed tools and calls: by then their shape is proven.
-    - ``pool``: ``key(candidate)`` returns a key; the first row with it stays, later ones are dropped.
+    - ``pool``: ``key(candidate)`` returns a key; the first row with it stays, later ones are dropped. ``match``
+      replaces equality of keys: given the keys of the rows that are left, in order, it yields pairs (index of a row to
+      drop, index of the row it repeats).
     - ``pair``: compares a row with its root row; built in.
+
+    ``opt_in`` reasons are in force only where ``[data] checks`` names them.
     """
 
     name: str
@@ -69,8 +73,10 @@ class DropReason(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope
     order: int
     pointer: str = ""
+    opt_in: bool = False
     check: Callable[[Candidate, DataConfig], str | None] | None = None
     key: Callable[[Candidate], str] | None = None
+    match: Callable[[Sequence[str], DataConfig], Iterable[tuple[int, int]]] | None = None
 
 
 class LossBatch(msgspec.Struct, frozen=True, kw_only=True):

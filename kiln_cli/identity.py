@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from kiln_cli.strict_json import WideDouble
+
 
 class Domain(StrEnum):
     """Prefixes that keep one kind of digest from being mistaken for another: a digest covers domain NUL bytes."""
@@ -45,11 +47,23 @@ class Domain(StrEnum):
 
 HASH_PATTERN = re.compile(r"sha256:[0-9a-f]{64}\Z")
 
-_encode = msgspec.json.Encoder(order="sorted").encode
-# msgspec leaves out the plus of `1e+16`. A trigger that may also fire inside strings, and the exact place: strings are
-# matched whole, so that only numbers are changed. msgspec also writes null for NaN and infinity: see _require_finite.
-_MAYBE_EXPONENT = re.compile(rb"[:\[,]-?[0-9]+(?:\.[0-9]+)?e[0-9]|^-?[0-9]")
+_EXPONENT_MAYBE = re.compile(rb"(?:^|[:\[,])-?[0-9]+(?:\.[0-9]+)?e[0-9]")
+# msgspec leaves out the plus of `1e+16`. Doubles from the strict parser are marked and written whole; for others a
+# pattern finds the place, strings matched whole so that only numbers change. msgspec also writes null for NaN.
 _EXPONENT = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([0-9]e)(?=[0-9])')
+
+
+def _write_wide(value: object) -> msgspec.Raw:
+    if not isinstance(value, WideDouble):
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+    return msgspec.Raw(_with_plus(msgspec.json.encode(float(value))))
+
+
+def _with_plus(encoded: bytes) -> bytes:
+    return _EXPONENT.sub(lambda match: match[1] + b"+" if match[1] else match[0], encoded)
+
+
+_encode = msgspec.json.Encoder(order="sorted", enc_hook=_write_wide).encode
 
 
 def canonical_json(value: Any) -> bytes:
@@ -57,17 +71,15 @@ def canonical_json(value: Any) -> bytes:
 
     Raises ValueError for NaN and infinities: they have no JSON form.
     """
-    encoded = canonical_parsed(value)
+    encoded: bytes = _encode(value)
     if b"null" in encoded:
-        _require_finite(msgspec.to_builtins(value))
-    return encoded
+        _require_finite(msgspec.to_builtins(value, enc_hook=float))
+    return _with_plus(encoded) if _EXPONENT_MAYBE.search(encoded) else encoded
 
 
 def canonical_parsed(value: Any) -> bytes:
-    """As :func:`canonical_json`, for a value that the strict parser made: it cannot hold what has no JSON form."""
+    """As :func:`canonical_json`, for what the strict parser made: it holds no NaN, and its wide doubles are marked."""
     encoded: bytes = _encode(value)
-    if _MAYBE_EXPONENT.search(encoded):
-        return _EXPONENT.sub(lambda match: match[1] + b"+" if match[1] else match[0], encoded)
     return encoded
 
 

@@ -33,12 +33,15 @@ class Line(msgspec.Struct, frozen=True, gc=False):
 class LineReader:
     """Iterates the lines of a binary stream and hashes every byte that passes.
 
-    After the iteration ``sha256`` (hex), ``size`` (bytes), ``lines``, ``blank`` and ``had_bom`` describe the file.
+    After the iteration ``sha256`` (hex), ``size`` (bytes), ``lines``, ``blank`` and ``had_bom`` describe the file. A
+    stream that holds part of a file says with ``start`` at which byte; ``hashed=False`` leaves the digest out.
     """
 
-    def __init__(self, stream: BinaryIO, cap: int = LINE_CAP) -> None:
+    def __init__(self, stream: BinaryIO, cap: int = LINE_CAP, *, start: int = 0, hashed: bool = True) -> None:
         self._stream = stream
         self._cap = cap
+        self._start = start
+        self._hashed = hashed
         self._digest = hashlib.sha256()
         self.size = 0
         self.lines = 0
@@ -52,7 +55,7 @@ class LineReader:
     def __iter__(self) -> Iterator[Line]:
         limit = self._cap + len(BOM) + len(b"\n") + 1  # a line cut here is too long, with or without a mark
         while raw := self._stream.readline(limit):
-            offset = self.size
+            offset = self._start + self.size
             length = self._take(raw)
             complete = raw.endswith(b"\n")
             if not complete and len(raw) > self._cap:
@@ -66,7 +69,8 @@ class LineReader:
             yield Line(self.lines, offset, length, text)
 
     def _take(self, raw: bytes) -> int:
-        self._digest.update(raw)
+        if self._hashed:
+            self._digest.update(raw)
         self.size += len(raw)
         return len(raw)
 

@@ -18,7 +18,15 @@ from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.files import AtomicFile, hash_file, read_bounded, write_file
 from kiln_cli.identity import Domain, canonical_json, domain_json_sha256
-from kiln_cli.receipts import MANIFEST_SCHEMA, RECEIPT_TYPE, FileRef, ManifestRef, StageManifest, TrainReceipt
+from kiln_cli.receipts import (
+    MANIFEST_SCHEMA,
+    RECEIPT_TYPE,
+    RECEIPT_VERSION,
+    FileRef,
+    ManifestRef,
+    StageManifest,
+    TrainReceipt,
+)
 from kiln_cli.text import printable
 
 DOCUMENT_LIMIT = 256 * 1024 * 1024
@@ -46,7 +54,7 @@ def read_document(path: Path, kind: type[T], schema: str, field: str = "schema")
         result = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise damaged(path, str(error)) from None
-    if document(value) != data:
+    if not document(value) == data == document(result):  # a field left out, or 1.0 for 1, would not be in a digest
         raise damaged(path, "its bytes are not in canonical form")
     return result
 
@@ -120,11 +128,20 @@ def manifest_reference(run: Path, stage: str) -> ManifestRef:
     return ManifestRef(path=MANIFEST_NAMES[stage], content_sha256=read_manifest(run, stage).content_sha256)
 
 
+def manifest_files(run: Path, admit: StageManifest) -> dict[str, str]:
+    """SHA-256 (hex) of each manifest under a training, times included, by file name."""
+    names = [MANIFEST_NAMES["admit"], *([admit.previous.path] if admit.previous is not None else [])]
+    return {name: hash_file(run / name)[0] for name in names}
+
+
 def read_receipt(path: Path) -> TrainReceipt:
     """A train receipt as written; its digests and claims are verify-receipt's to check. Raises KilnError KLN206."""
     if not path.exists():
         raise KilnError("KLN206", f"{printable(path)} is missing", hint="run `kiln train CONFIG --out RUN` first")
-    return read_document(path, TrainReceipt, RECEIPT_TYPE, field="receipt_type")
+    receipt = read_document(path, TrainReceipt, RECEIPT_TYPE, field="receipt_type")
+    if receipt.schema_version != RECEIPT_VERSION:
+        raise damaged(path, f"schema_version is {receipt.schema_version}, expected {RECEIPT_VERSION}")
+    return receipt
 
 
 def locate(ref: FileRef, run: Path, manifest: StageManifest) -> Path:

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,8 +26,11 @@ from kiln_cli.text import printable
 DISTRIBUTION = "kiln-toolkit"
 BUILT_IN = (
     "kiln_plugins.sources",
+    "kiln_plugins.tool_call_sources",
     "kiln_plugins.row_quality",
+    "kiln_plugins.call_checks",
     "kiln_plugins.dedupe",
+    "kiln_plugins.near_duplicates",
     "kiln_plugins.templates",
     "kiln_plugins.losses",
 )
@@ -56,6 +59,14 @@ class Plugins:
         reasons = list(_values(manager, owners, "kiln_drop_reasons", DropReason))
         self.drop_reasons: Registry[DropReason] = Registry("drop reason", reasons, order=lambda reason: reason.order)
         self.owners = sorted(set(owners.values()))
+
+    def in_force(self, checks: Iterable[str]) -> list[DropReason]:
+        """The drop reasons of a run in declared order: all but opt-in ones that ``checks`` does not name.
+
+        Raises KilnError KLN212 for a check that no plugin declares.
+        """
+        wanted = {self.drop_reasons.get(name).name for name in checks}
+        return [reason for reason in self.drop_reasons if not reason.opt_in or reason.name in wanted]
 
     def loaded(self) -> list[LoadedPlugin]:
         def of(owner: Owner, registry: Registry[N]) -> list[str]:

@@ -17,6 +17,25 @@ from kiln_cli.plugins import LoadedPlugin
 MANIFEST_SCHEMA = "kiln.manifest.v1"
 INGESTION_SCHEMA = "kiln.sft-ingestion.v1"
 DROP_SUMMARY_SCHEMA = "sommelier.drop_summary.v2"
+# The closed set of the data policy, in its order; a drop summary's `counts` holds these and no others.
+SIXTEEN = (
+    "missing_query",
+    "missing_tools",
+    "missing_answers",
+    "query_too_short",
+    "query_too_long",
+    "invalid_tools_json",
+    "invalid_tool_shape",
+    "invalid_answers_json",
+    "invalid_answer_shape",
+    "multi_call_answer",
+    "duplicate_query",
+    "missing_source_example",
+    "duplicate_source_example",
+    "pair_tools_mismatch",
+    "pair_answers_mismatch",
+    "cross_split_duplicate",
+)
 RECEIPT_TYPE = "kiln_train_receipt"
 RECEIPT_VERSION = 1
 INGESTION_SOURCES = ("inline", "dataset_path", "named_dataset", "corrections", "recipe", "rust_api")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -18,8 +17,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row of a source before anything is known of it.
 
     ``row_index`` counts non-blank rows from 1; ``line``, ``offset`` and ``length`` are its place in the file;
-    ``text`` is the trimmed bytes (None where the line is longer than the cap). Where ``text`` is None and ``value`` is
-    set, the row is an element of a larger value and has no bytes of its own.
+    ``text`` is the trimmed bytes (None where the line is longer than the cap). ``element`` says that the row is part of
+    something larger (a JSON array, a table): it has no line bytes of its own and is identified by its canonical form.
+    A plugin's reader may give a parsed ``value`` in place of ``text``.
     """
 
     row_index: int
@@ -27,6 +27,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     offset: int
     length: int
     text: bytes | None
+    element: bool = False
     value: Any = None
 
 
@@ -34,7 +35,8 @@ class ToolCallRow(msgspec.Struct, frozen=True, kw_only=True):
     """An untrusted function-calling row: the fields as found, of any JSON type. ``tools``/``answers`` want JSON text.
 
     ``source_id`` is a whole example id that the row brings itself; ``row_id`` is one that the data set's name is put
-    before. A field that the row lacks is ``msgspec.UNSET``.
+    before. A field that the row lacks is ``msgspec.UNSET``. ``fault`` (reason, detail, pointer) says that the row
+    breaks its own schema: it is dropped for that, and its id is taken all the same.
     """
 
     query: object = msgspec.UNSET
@@ -42,8 +44,8 @@ class ToolCallRow(msgspec.Struct, frozen=True, kw_only=True):
     answers: object = msgspec.UNSET
     row_id: object = msgspec.UNSET
     source_id: object = msgspec.UNSET
-    source_example_id: object = msgspec.UNSET
     source_revision: str | None = None
+    fault: tuple[str, str, str] | None = None
 
 
 class ParsedText:
@@ -51,39 +53,60 @@ class ParsedText:
 
     __slots__ = ("fault", "value")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, proven: bool = False) -> None:
         self.value: Any = None
         self.fault: strict_json.JsonFault | None = None
+        data = text.encode("utf-8")
         try:
-            self.value = strict_json.parse(text.encode("utf-8"))
+            self.value = strict_json.parse_again(data) if proven else strict_json.parse(data, negative_zero=False)
         except strict_json.JsonFault as fault:
             self.fault = fault
 
 
 class Candidate:
-    """A tool-call row under examination. Each text is parsed once, at the first check that asks for it."""
+    """A tool-call row under examination. Each text is parsed once, at the first check that asks for it.
 
-    def __init__(self, row: ToolCallRow) -> None:
+    ``proven`` says that the texts have passed the strict parser before.
+    """
+
+    __slots__ = ("_answers", "_digest", "_proven", "_tools", "query", "row")
+
+    def __init__(self, row: ToolCallRow, *, proven: bool = False) -> None:
         self.row = row
+        self._proven = proven
+        # Without white space at its ends; "" where it is no string.
+        self.query: str = row.query.strip() if isinstance(row.query, str) else ""
+        self._tools: ParsedText | None = None
+        self._answers: ParsedText | None = None
+        self._digest: bytes | None = None
 
-    @cached_property
-    def query(self) -> str:
-        """The query without white space at its ends; "" where it is no string."""
-        return self.row.query.strip() if isinstance(self.row.query, str) else ""
+    @property
+    def query_digest(self) -> bytes:
+        """SHA-256 (32 bytes) of the query, case folded, stripped, inner white space collapsed to one space. Unicode
+        normal forms, punctuation and digits stay apart."""
+        if self._digest is None:
+            self._digest = hashlib.sha256(" ".join(self.query.casefold().split()).encode("utf-8")).digest()
+        return self._digest
 
-    @cached_property
+    @property
     def query_sha256(self) -> str:
-        """Hex SHA-256 of the query, case folded, stripped, inner white space collapsed to one space. Unicode normal
-        forms, punctuation and digits stay apart."""
-        return hashlib.sha256(" ".join(self.query.casefold().split()).encode("utf-8")).hexdigest()
+        """The digest in hex, as records hold it."""
+        return self.query_digest.hex()
 
-    @cached_property
+    @property
     def tools(self) -> ParsedText:
-        return ParsedText(self.row.tools if isinstance(self.row.tools, str) else "")
+        if self._tools is None:
+            self._tools = self._parsed(self.row.tools)
+        return self._tools
 
-    @cached_property
+    @property
     def answers(self) -> ParsedText:
-        return ParsedText(self.row.answers if isinstance(self.row.answers, str) else "")
+        if self._answers is None:
+            self._answers = self._parsed(self.row.answers)
+        return self._answers
+
+    def _parsed(self, text: object) -> ParsedText:
+        return ParsedText(text if isinstance(text, str) else "", proven=self._proven)
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 A text is refused for: invalid UTF-8, any byte of broken syntax, text behind the value, a raw control character, a lone
 surrogate, a duplicate key at any depth, NaN and Infinity, a number that overflows to infinity, an integer outside
--2^63..2^64-1, and 128 or more nested arrays and objects (127 pass). ``-0`` is the double -0.0.
+-2^63..2^64-1, and 128 or more nested arrays and objects (127 pass). ``-0`` is the double -0.0, where asked for.
 
 msgspec parses in the fast path. What it does not check is found by cheap tests of the raw bytes; where one of those
 fires, a slow path with the standard library's parser gives the exact verdict. Both paths give equal values.
@@ -14,6 +14,7 @@ import json
 import math
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,8 +22,7 @@ import msgspec
 MAX_DEPTH = 127
 INT_MIN, INT_MAX = -(2**63), 2**64 - 1
 
-_decode = msgspec.json.Decoder().decode
-_encode = msgspec.json.Encoder().encode
+WIDE_FROM = 1e16
 # Numbers that msgspec reads otherwise than the contract: negative zero, and integers that may need over 64 bits. Long
 # runs of digits are looked for in a copy with every digit a nought, which is seven times faster than a pattern.
 _NEGATIVE_ZERO = re.compile(rb"-0(?![0-9.eE])")
@@ -30,6 +30,12 @@ _TO_NOUGHTS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_INTEGER = b"0" * 19
 # Possessive: a string of megabytes must cost no memory for ways back that are never taken.
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class WideDouble(float):
+    """A double of 1e16 or more: the ones whose canonical text msgspec does not write by itself."""
+
+    __slots__ = ()
 
 
 class JsonFault(ValueError):
@@ -52,28 +58,37 @@ class JsonFault(ValueError):
         self.offset = offset
 
 
-def parse(text: bytes) -> Any:
-    """The value of one JSON text. Raises :class:`JsonFault`."""
+def parse(text: bytes, *, negative_zero: bool = True) -> Any:
+    """The value of one JSON text. Raises :class:`JsonFault`.
+
+    ``negative_zero=False`` reads ``-0`` as the integer 0, as most parsers do.
+    """
     try:
-        return _parse(text)
+        return _parse(text, negative_zero)
     except RecursionError:
         # The text is shallow, so the caller must be deep: the verdict must not depend on that.
-        return _parse_on_another_stack(text)
+        return _parse_on_another_stack(text, negative_zero)
 
 
-def _parse(text: bytes) -> Any:
-    _require_utf8(text)
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+def parse_again(text: bytes) -> Any:
+    """The value of a text that :func:`parse` has accepted before (negative zero aside): no test is made twice."""
+    return _decode(text)
+
+
+def _parse(text: bytes, negative_zero: bool) -> Any:
+    colons = text.count(b":")
+    # Each object around another costs a colon, so this many brackets and colons are needed to be too deep.
+    if text.count(b"[") + colons >= MAX_DEPTH:
         _require_shallow(text)
-    if _has_suspect_number(text) or b"\\u003" in text:
-        return _parse_exactly(text)
+    if _has_suspect_number(text, negative_zero) or (b"\\" in text and b"\\u003" in text):
+        return _parse_exactly(text, negative_zero)
     try:
         value = _decode(text)
-    except msgspec.DecodeError:
-        return _parse_exactly(text)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return _parse_exactly(text, negative_zero)
     # A key written twice leaves one colon less in what the value encodes to. Colons inside strings stand in both.
-    if text.count(b":") != _encode(value).count(b":"):
-        return _parse_exactly(text)
+    if colons != _encode(value).count(b":"):
+        return _parse_exactly(text, negative_zero)
     return value
 
 
@@ -87,24 +102,17 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 def type_name(value: object) -> str:
     """The JSON name of a value's type, for messages."""
-    if value is None:
-        return "null"
-    names = {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-        dict: "an object",
-    }
-    return names.get(type(value), type(value).__name__)
+    if isinstance(value, float):
+        return "a number"
+    names = {bool: "a boolean", int: "a number", str: "a string", list: "an array", dict: "an object"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _has_suspect_number(text: bytes) -> bool:
+def _has_suspect_number(text: bytes, negative_zero: bool) -> bool:
     """Whether a number may stand in the text that the fast path reads wrongly; a string may raise false alarm."""
     if _LONG_INTEGER in text.translate(_TO_NOUGHTS):
         return True
-    return b"-0" in text and _NEGATIVE_ZERO.search(text) is not None
+    return negative_zero and b"-0" in text and _NEGATIVE_ZERO.search(text) is not None
 
 
 def _require_utf8(text: bytes) -> None:
@@ -118,6 +126,7 @@ def _require_utf8(text: bytes) -> None:
 
 
 def _require_shallow(text: bytes) -> None:
+    _require_utf8(text)
     depth = 0
     for match in _BRACKETS.finditer(text):
         first = text[match.start()]
@@ -130,23 +139,24 @@ def _require_shallow(text: bytes) -> None:
             depth -= 1
 
 
-def _parse_exactly(text: bytes) -> Any:
+def _parse_exactly(text: bytes, negative_zero: bool) -> Any:
+    _require_utf8(text)
     source = text.decode("utf-8")
     try:
-        value = _EXACT.decode(source)
+        value = (_EXACT if negative_zero else _EXACT_PLAIN_ZERO).decode(source)
     except json.JSONDecodeError as error:
         raise JsonFault("syntax", f"{error.msg} at column {error.pos + 1}", _byte_offset(source, error.pos)) from None
     _require_no_surrogates(value)
     return value
 
 
-def _parse_on_another_stack(text: bytes) -> Any:
+def _parse_on_another_stack(text: bytes, negative_zero: bool) -> Any:
     values: list[Any] = []
     errors: list[Exception] = []
 
     def work() -> None:
         try:
-            values.append(_parse(text))
+            values.append(_parse(text, negative_zero))
         except Exception as error:
             errors.append(error)
 
@@ -173,9 +183,11 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _integer(digits: str) -> int | float:
-    if digits == "-0":
-        return -0.0
+def _integer_or_negative_zero(digits: str) -> int | float:
+    return -0.0 if digits == "-0" else _integer(digits)
+
+
+def _integer(digits: str) -> int:
     # 20 digits hold 2^64-1; the length is tested first, since CPython refuses to convert very long ones.
     if len(digits) <= 21 and INT_MIN <= (value := int(digits)) <= INT_MAX:
         return value
@@ -187,20 +199,27 @@ def _double(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
         raise JsonFault("not_finite", f"number {digits[:40]} overflows to infinity")
-    return value
+    return WideDouble(value) if abs(value) >= WIDE_FROM else value
 
 
 def _refuse_constant(name: str) -> float:
     raise JsonFault("not_finite", f"{name} is not JSON")
 
 
-_EXACT = json.JSONDecoder(
-    object_pairs_hook=_object_without_duplicates,
-    parse_int=_integer,
-    parse_float=_double,
-    parse_constant=_refuse_constant,
-    strict=True,
-)
+def _exact_decoder(parse_int: Callable[[str], int | float]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_object_without_duplicates,
+        parse_int=parse_int,
+        parse_float=_double,
+        parse_constant=_refuse_constant,
+        strict=True,
+    )
+
+
+_EXACT = _exact_decoder(_integer_or_negative_zero)
+_EXACT_PLAIN_ZERO = _exact_decoder(_integer)
+_decode = msgspec.json.Decoder(float_hook=_double).decode
+_encode = msgspec.json.Encoder(enc_hook=float).encode
 
 
 def _require_no_surrogates(value: Any) -> None:

@@ -12,7 +12,7 @@ from kiln_cli.plugins import Plugins, load_plugins
 
 _KEPT = ("KILN_SHARED", "KILN_REQUIRE_SHARED")
 # Variables that libraries and pytest itself set when they are first used.
-_FOREIGN = ("PYTEST_", "CUBLAS_", "OMP_", "KMP_", "MKL_", "TORCH", "TRITON_", "TOKENIZERS_", "CUDA_", "HF_")
+_FOREIGN = ("PYTEST_", "CUBLAS_", "OMP_", "KMP_", "MKL_", "TORCH", "TRITON_", "TOKENIZERS_", "CUDA_", "HF_", "_RJEM_")
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ EXAMPLES = {
     "kiln_losses": {"kiln_losses": ["cross_entropy_z"]},
     "kiln_drop_reasons": {
         "kiln_sources": ["consented"],
-        "kiln_drop_reasons": ["no_consent", "unknown_tool", "same_answers"],
+        "kiln_drop_reasons": ["no_consent", "uncalled_tools", "same_answers"],
     },
 }
 
@@ -143,27 +143,31 @@ def test_examples_import_kiln_cli_and_nothing_deeper(source: str) -> None:
         assert set(name.split(", ")) <= set(kiln_cli.__all__)
 
 
-def test_source_example_reads_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
-    from kiln_stages.admission import chat_rows
-    from kiln_stages.sources import read_records
+def test_source_example_reads_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kiln_stages.admission import IncomingRow, chat_rows
+    from kiln_stages.sources import json_lines, open_rows
 
     from kiln_cli.lines import LineReader
+    from kiln_cli.registry import Owner, Registry
 
     qa, tabs = registered(example("kiln_sources", monkeypatch))["kiln_sources"]
-    json_file = io.BytesIO(b'{"question":"a","answer":"b"}\n\n{"question":1,"answer":"b"}\n')
-    good, bad = chat_rows(read_records(qa, LineReader(json_file)), qa)
+    sources = Registry("source", [(Owner("example", "1"), qa), (Owner("example", "1"), tabs)])
+
+    def rows(name: str, data: bytes) -> list[IncomingRow]:
+        path = tmp_path / "rows"
+        path.write_bytes(data)
+        with open_rows(path, name, sources, "chat", tmp_path) as (plain, choice):
+            return list(chat_rows(json_lines(LineReader(plain.stream), elements=plain.elements), choice.source))
+
+    good, bad = rows(qa.name, b'{"question":"a","answer":"b"}\n\n{"question":1,"answer":"b"}\n')
     # The row of vector V1: two shapes of one conversation share an identity.
     assert good.sha256() == "sha256:c8629e6809a8733fc0af19c1a28c81b15fcc8e0a964d77eb5625e8273280ad42"
     assert isinstance(bad.fault, RowFault) and bad.fault.reason == "invalid_json"
     assert qa.recognise({"question": "a", "answer": "b"}) and qa.recognise({"question": "a"}) is None
-    tab_file = io.BytesIO(b"a\tb\n\n\xff\tb\nc")
-    first, second, third = chat_rows(read_records(tabs, LineReader(tab_file)), tabs)
+    first, second, third = rows(tabs.name, b"a\tb\n\n\xff\tb\nc")
     assert first.sha256() == good.sha256()
     assert second.fault is not None and second.fault.reason == "invalid_json"
     assert third.row is not None and third.row.messages[1]["content"] == ""
-    assert [row.record.line for row in (first, second, third)] == [1, 3, 4]
 
 
 def test_template_example_gives_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +218,7 @@ def test_drop_reason_example_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert outcome().drop is None
     assert outcome(consent=False).drop.reason == "no_consent"
-    assert outcome(answers='[{"name":"g","arguments":{}}]').drop.reason == "unknown_tool"
+    assert outcome(answers='[{"name":"g","arguments":{}}]').drop.reason == "uncalled_tools"
     assert outcome().keys == outcome(answers='[{"arguments":{"a":2,"b":1},"name":"f"}]').keys
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kiln_cli import ChatRow, RowFault, Source, ToolCallRow, hookimpl
+from kiln_cli import ChatRow, Source, ToolCallRow, hookimpl
 from kiln_cli.chat import normalise
 from kiln_cli.records import RAW_ROW_SCHEMA
 
@@ -34,23 +34,27 @@ def _recognise_xlam(record: dict[str, Any]) -> str | None:
 
 
 def _convert_sommelier(record: dict[str, Any]) -> ToolCallRow:
-    found = record.get("schema_version")
-    if found != RAW_ROW_SCHEMA:
-        raise RowFault("unknown_schema", f"found {found!r}, expected {RAW_ROW_SCHEMA!r}", "/schema_version")
-    for field in ("source_id", "source_revision"):
-        if field not in record:
-            raise RowFault("missing_field", f"the row has no {field}", f"/{field}")
-    revision = record["source_revision"]
-    if not isinstance(revision, str):
-        raise RowFault("missing_field", "source_revision is no string", "/source_revision")
+    revision = record.get("source_revision")
     return ToolCallRow(
         query=record.get("query", msgspec.UNSET),
         tools=record.get("tools", msgspec.UNSET),
         answers=record.get("answers", msgspec.UNSET),
-        source_id=record["source_id"],
-        source_example_id=record.get("source_example_id", msgspec.UNSET),
-        source_revision=revision,
+        source_id=record.get("source_id"),
+        source_revision=revision if isinstance(revision, str) else None,
+        fault=_sommelier_fault(record),
     )
+
+
+def _sommelier_fault(record: dict[str, Any]) -> tuple[str, str, str] | None:
+    found = record.get("schema_version")
+    if found != RAW_ROW_SCHEMA:
+        return "unknown_schema", f"found {found!r}, expected {RAW_ROW_SCHEMA!r}", "/schema_version"
+    for field in ("source_id", "source_revision"):
+        if field not in record:
+            return "missing_field", f"the row has no {field}", f"/{field}"
+    if not isinstance(record["source_revision"], str):
+        return "missing_field", "source_revision is no string", "/source_revision"
+    return None
 
 
 def _recognise_sommelier(record: dict[str, Any]) -> str | None:

@@ -57,9 +57,13 @@ class IncomingRow(msgspec.Struct, frozen=True):
     def sha256(self) -> str:
         if self.row is not None:
             return self.row.sha256()
-        if self.record.text is not None:
-            return raw_row_sha256(self.record.text)
-        return domain_sha256(Domain.RAW_ELEMENT, canonical_json(self.record.value))
+        text = self.record.text if self.record.text is not None else b""
+        if self.record.element:
+            try:
+                return domain_sha256(Domain.RAW_ELEMENT, canonical_json(strict_json.parse(text)))
+            except strict_json.JsonFault:
+                pass  # broken inside: there is no canonical form, so its bytes stand for it
+        return raw_row_sha256(text)
 
 
 class RejectedDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,8 +259,6 @@ def chat_rows(records: Iterable[Record], source: Source) -> Iterator[IncomingRow
 
 def _object(record: Record) -> dict[str, object]:
     if record.text is None:
-        if isinstance(record.value, dict):
-            return record.value
         raise RowFault("invalid_json", f"the line has {record.length} bytes, more than are read")
     try:
         return strict_json.parse_object(record.text)

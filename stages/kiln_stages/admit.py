@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,6 @@ import typer
 
 from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, ModelConfig, RunConfig, load_config
 from kiln_cli.errors import KilnError
-from kiln_cli.extensions import Source
 from kiln_cli.files import AtomicFile, open_input, run_lock, write_file
 from kiln_cli.identity import canonical_json
 from kiln_cli.lines import LineReader
@@ -31,6 +31,7 @@ from kiln_cli.manifests import (
 )
 from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
+from kiln_cli.records import Record
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.admission import Admission, Admitted, IncomingRow, chat_rows, prepared_rows
@@ -39,18 +40,21 @@ from kiln_stages.labels import LabelFinder
 from kiln_stages.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
 from kiln_stages.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
 from kiln_stages.rendering import ChatTemplate
-from kiln_stages.sources import choose_source, json_lines, read_records
+from kiln_stages.sources import STDIN, json_lines, open_rows
 from kiln_stages.tokens import RowTokenizer
+from kiln_stages.transports import Plain
 
 
 class RowsFile(msgspec.Struct, frozen=True):
-    """A file to admit: what it becomes (``corpus`` or ``heldout``), where it lies, and how its lines become rows."""
+    """A file to admit: what it becomes (``corpus`` or ``heldout``), its name in evidence, the opened file, and how its
+    records become rows. ``ref`` is what an earlier manifest says of it."""
 
     split: str
-    path: Path
     locator: str
-    rows: Callable[[LineReader], Iterable[IncomingRow]]
+    plain: Plain
+    rows: Callable[[Iterable[Record]], Iterable[IncomingRow]]
     ref: FileRef | None = None
+    source_reasons: tuple[str, ...] = ()
 
 
 class AdmitResult(msgspec.Struct, frozen=True):
@@ -105,16 +109,14 @@ def run(
     finder = LabelFinder(ChatTemplate(choice.source, choice.name, files.special_tokens, settings.date))
     mode = choose_mode(settings.tools, finder)
     max_tokens = settings.max_tokens or files.positions
-    chosen = choose_source(file, source, plugins.sources, "chat").source if file is not None else None
-    admission = Admission(
-        finder,
-        RowTokenizer(files.tokenizer_json, files.special_tokens.get("bos_token")),
-        max_tokens,
-        settings,
-        chosen.reasons if chosen is not None else (),
-    )
-    with run_lock(out, "kiln admit"):
-        inputs = [_given_file(file, chosen)] if file is not None and chosen is not None else _prepared_files(out, mode)
+    tokenizer = RowTokenizer(files.tokenizer_json, files.special_tokens.get("bos_token"))
+    with run_lock(out, "kiln admit"), ExitStack() as stack:
+        if file is not None:
+            mode = "native"  # rows of a file bring their own tools
+            inputs = [_given_file(file, source, plugins, out, stack)]
+        else:
+            inputs = _prepared_files(out, mode, stack)
+        admission = Admission(finder, tokenizer, max_tokens, settings, inputs[0].source_reasons)
         read = [_admit_file(rows, admission, progress) for rows in inputs]
         admitted = [result for result, _ in read]
         _require_policy(admitted, settings)
@@ -183,35 +185,43 @@ def _config(config: Path | None, file: Path | None, model: Path | None, override
     return LoadedConfig(run=run_config, base_dir=Path())
 
 
-def _prepared_files(out: Path, mode: ToolsMode) -> list[RowsFile]:
+def _prepared_files(out: Path, mode: ToolsMode, stack: ExitStack) -> list[RowsFile]:
     """The train and validation splits of the run; test.jsonl is left for evaluation."""
     manifest = read_manifest(out, "prepare")
     found = []
     for split, name in (("corpus", "data/train.jsonl"), ("heldout", "data/validation.jsonl")):
         ref = manifest.output(name)
-        found.append(RowsFile(split, out / name, name, lambda lines: prepared_rows(json_lines(lines), mode), ref))
+        require_unchanged(ref, out / name, "data_manifest.json")
+        stream = stack.enter_context(open_input(out / name))
+        plain = Plain(stream=stream, size=ref.bytes, packing="lines", elements=False, sha256=None)
+        found.append(RowsFile(split, name, plain, lambda records: prepared_rows(records, mode), ref))
     return found
 
 
-def _given_file(path: Path, source: Source) -> RowsFile:
-    return RowsFile("corpus", path, str(path), lambda lines: chat_rows(read_records(source, lines), source))
+def _given_file(file: Path, source: str, plugins: Plugins, scratch: Path, stack: ExitStack) -> RowsFile:
+    path = None if str(file) == STDIN else file
+    plain, choice = stack.enter_context(open_rows(path, source, plugins.sources, "chat", scratch))
+    chosen = choice.source
+    return RowsFile(
+        "corpus", str(file), plain, lambda records: chat_rows(records, chosen), source_reasons=chosen.reasons
+    )
 
 
 def _admit_file(rows: RowsFile, admission: Admission, progress: Progress) -> tuple[Admitted, FileRef]:
     """Reads a file once: the bytes that are admitted are the bytes that are hashed."""
-    if rows.ref is not None:
-        require_unchanged(rows.ref, rows.path, "data_manifest.json")
-    with open_input(rows.path) as stream, progress.task(f"admit: {rows.split}", None, "rows") as task:
-        lines = LineReader(stream)
-        admitted = admission.admit(rows.split, rows.rows(lines), task)
+    lines = LineReader(rows.plain.stream)
+    with progress.task(f"admit: {rows.split}", None, "rows") as task:
+        records = json_lines(lines, elements=rows.plain.elements)
+        admitted = admission.admit(rows.split, rows.rows(records), task)
     count = len(admitted.kept) + len(admitted.rejected)
+    sha256 = rows.plain.sha256 or lines.sha256
     ref = rows.ref or FileRef(
-        path=rows.locator, base="config", kind="chat_rows", sha256=lines.sha256, bytes=lines.size, rows=count
+        path=rows.locator, base="config", kind="chat_rows", sha256=sha256, bytes=rows.plain.size, rows=count
     )
-    if lines.sha256 != ref.sha256:
+    if sha256 != ref.sha256:
         raise KilnError(
             "KLN207",
-            f"{printable(rows.path)} changed while it was read: sha256 is {lines.sha256}, expected {ref.sha256}",
+            f"{printable(rows.locator)} changed while it was read: sha256 is {sha256}, expected {ref.sha256}",
             hint="run again when nothing writes to it",
         )
     return admitted, ref

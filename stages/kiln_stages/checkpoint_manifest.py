@@ -20,7 +20,7 @@ MAX_ARTIFACTS = 64
 IDENTIFIER = re.compile(r"[A-Za-z0-9._-]{1,255}\Z")
 HEX = re.compile(r"[0-9a-f]{64}\Z")
 STATELESS = frozenset({"sgd"})
-_ABSENT = "(absent)"
+ABSENT = "(absent)"
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -150,9 +150,9 @@ def differences(now: Binding, manifest: CheckpointManifest) -> list[Difference]:
     then_parts, now_parts = _bound_by(manifest), _bound_now(now)
     found = []
     for part, value in then_parts.items():
-        before, after = dict(_flatten(part, value)), dict(_flatten(part, now_parts[part]))
+        before, after = dict(flatten(part, value)), dict(flatten(part, now_parts[part]))
         for what in [*before, *(key for key in after if key not in before)]:
-            pair = before.get(what, _ABSENT), after.get(what, _ABSENT)
+            pair = before.get(what, ABSENT), after.get(what, ABSENT)
             if pair[0] != pair[1]:
                 found.append(Difference(what, *pair))
     return found
@@ -284,11 +284,11 @@ def _bound_now(now: Binding) -> dict[str, Any]:
     }
 
 
-def _flatten(at: str, value: Any) -> Iterator[tuple[str, str]]:
+def flatten(at: str, value: Any) -> Iterator[tuple[str, str]]:
     """(dotted path, canonical JSON) of every leaf; a list is one leaf."""
     plain = msgspec.to_builtins(value)
     if isinstance(plain, dict) and plain:
         for key in sorted(plain):
-            yield from _flatten(f"{at}.{key}", plain[key])
+            yield from flatten(f"{at}.{key}", plain[key])
     else:
         yield at, canonical_json(plain).decode("utf-8")

@@ -18,6 +18,7 @@ from kiln_cli.files import hash_file
 from kiln_cli.manifests import content_sha256, locate, manifest_path, read_document
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, MANIFEST_SCHEMA, DropSummary, FileRef, ManifestRef, StageManifest
 from kiln_cli.text import printable
+from kiln_stages.checkpoint_manifest import ABSENT, flatten
 
 Status = Literal["holds", "fails", "not checkable here"]
 MARKS: dict[Status, str] = {"holds": "ok  ", "fails": "FAIL", "not checkable here": "n/a "}
@@ -54,6 +55,14 @@ def claim(name: str, check: Callable[[], str]) -> Claim:
 def differ(what: str, found: object, expected: object) -> str:
     """ "" where two values are equal, else both."""
     return "" if found == expected else f"{what} is {printable(found)}, expected {printable(expected)}"
+
+
+def compare(what: str, found: object, expected: object) -> str:
+    """ "" where two JSON values are equal in every leaf, else each leaf that is not, with both values."""
+    left, right = dict(flatten(what, found)), dict(flatten(what, expected))
+    names = [*left, *(name for name in right if name not in left)]
+    texts = [differ(printable(name), left.get(name, ABSENT), right.get(name, ABSENT)) for name in names]
+    return "; ".join(filter(None, texts))
 
 
 def require(path: Path) -> Path:
@@ -105,12 +114,13 @@ def file_claims(run: Path, manifest: StageManifest) -> Iterator[Claim]:
     yield claim(f"{manifest.stage} settings are those of config.resolved.toml", lambda: _check_config(run, manifest))
 
 
-def data_claims(run: Path, ref: ManifestRef | None) -> Iterator[Claim]:
-    """The whole of prepare's evidence: manifest, files, and the account of the rows."""
+def data_claims(run: Path, ref: ManifestRef | None) -> Generator[Claim, None, StageManifest | None]:
+    """The whole of prepare's evidence: manifest, files, and the account of the rows. As a value: the manifest."""
     manifest = yield from manifest_claims(run, "prepare", ref)
     if manifest is not None:
         yield from file_claims(run, manifest)
         yield claim("rows read = kept + dropped + unused", lambda: _check_account(run))
+    return manifest
 
 
 def _check_config(run: Path, manifest: StageManifest) -> str:

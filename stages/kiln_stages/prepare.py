@@ -1,16 +1,17 @@
 """``kiln prepare``: untrusted rows in, typed, deduplicated, split examples out; every other row has a counted reason.
 
-Keys move, rows stay: the first pass reads the file once and keeps a row's place and keys, never its body; the second
-pass reads the chosen rows again by place, through the same open file, in the order of the splits.
+Keys move, rows stay. The first pass (``survey``) screens every row and keeps its place and its keys; ids, duplicates,
+pairs and splits are decided on that narrow table (``pool``, ``pairing``, ``split``); the second pass (``emit``) reads
+the chosen rows again by place. Bytes out are the same for any number of workers.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -18,51 +19,33 @@ import typer
 from kiln_cli.config import PREPARE_SECTIONS, DatasetConfig, LoadedConfig, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import DropReason
-from kiln_cli.files import AtomicFile, open_input, run_lock, write_file
-from kiln_cli.identity import canonical_json, canonical_parsed
-from kiln_cli.lines import TRIMMED, LineReader
+from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.manifests import document, nonzero, reference, write_manifest
 from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import (
     DROP_SUMMARY_SCHEMA,
+    SIXTEEN,
     DropSummary,
     FileRef,
     KilnDrops,
     LanguageDrops,
     StageManifest,
 )
-from kiln_cli.records import PREPARED_SCHEMA, Record
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
-from kiln_stages.screening import Drop, Screen, Screened, raw_sha256
-from kiln_stages.sources import Choice, choose_source, read_records
-from kiln_stages.split import SPLITS, requested, require_disjoint, split_pool
-
-# The closed set of the seed policy, in its order; the drop summary's `counts` holds these and no others.
-SIXTEEN = (
-    "missing_query",
-    "missing_tools",
-    "missing_answers",
-    "query_too_short",
-    "query_too_long",
-    "invalid_tools_json",
-    "invalid_tool_shape",
-    "invalid_answers_json",
-    "invalid_answer_shape",
-    "multi_call_answer",
-    "duplicate_query",
-    "missing_source_example",
-    "duplicate_source_example",
-    "pair_tools_mismatch",
-    "pair_answers_mismatch",
-    "cross_split_duplicate",
-)
+from kiln_stages.emit import Chosen, write_rejected, write_split
+from kiln_stages.pairing import Pair, Pairing, Root
+from kiln_stages.pool import Pool
+from kiln_stages.screening import Screen
+from kiln_stages.sources import STDIN, Choice, open_rows
+from kiln_stages.split import SPLITS, Member, Splits, require_disjoint, sizes, split_pool
+from kiln_stages.survey import RANGE_BYTES, OpenSource, Survey, survey
+from kiln_stages.workers import Workers, available
 
 
 class PrepareResult(msgspec.Struct, frozen=True):
     manifest: StageManifest
     summary: DropSummary
-    source: Choice
     unchanged: bool
 
 
@@ -70,280 +53,308 @@ def command(
     config: Annotated[Path, typer.Argument(help="The run config (TOML or JSON).")],
     out: Annotated[Path, typer.Option("--out", help="The run directory.")],
     assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; as many as cores.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Turn raw function-calling rows into split, typed examples; count every drop."""
     loaded = load_config(config, assignments or ())
-    result = run(loaded, out, load_plugins(), terminal)
+    result = run(loaded, out, load_plugins(), progress=terminal, workers=workers)
     if json:
         terminal.json_data(result.manifest)
     terminal.say(account(result, out))
     terminal.say(f"next: kiln admit {printable(config)} --out {printable(out)}")
 
 
-def run(config: LoadedConfig, out: Path, plugins: Plugins, progress: Progress = SILENT) -> PrepareResult:
-    """Reads the root source, writes ``data/`` and ``data_manifest.json``.
+def run(
+    config: LoadedConfig,
+    out: Path,
+    plugins: Plugins,
+    progress: Progress = SILENT,
+    *,
+    workers: int | None = None,
+    range_bytes: int = RANGE_BYTES,
+) -> PrepareResult:
+    """Reads every source, writes ``data/`` and ``data_manifest.json``.
 
-    Raises KilnError: KLN204 for an input that cannot be read, KLN205 (before anything is written) for too small a
-    pool, KLN207 where the input changes while it is read, KLN401/402 for locks and disks.
+    Raises KilnError: KLN203 for a config without sources, KLN204/206 for an input that cannot be read or unpacked,
+    KLN205 (before anything is written) for too small a pool, KLN207 where an input changes while it is read, KLN401 to
+    403 for locks, disks and memory.
     """
     started = time.monotonic()
-    if not config.run.datasets:
-        raise KilnError("KLN203", "the config names no [[datasets]]", hint="add one with language and path")
-    dataset = config.run.datasets[0]
-    path = config.resolve(dataset.path)
-    choice = choose_source(path, dataset.source, plugins.sources, "tool_calls")
-    screen = Screen(dataset, choice.source, plugins.drop_reasons, config.run.data)
-    sizes = requested(config.run.data)
-    with run_lock(out, "kiln prepare"), open_input(path) as stream:
-        before = os.fstat(stream.fileno())
-        with AtomicFile(out / "data" / "rejected.jsonl") as rejected:
-            survey = Survey(plugins.drop_reasons, rejected)
-            lines = _survey(stream, choice, screen, survey, progress)
-            try:
-                splits, unused = split_pool(survey.pool, sizes, config.run.project.seed)
-            except KilnError as error:
-                raise _too_small(error, survey, sizes) from None
-            require_disjoint({name: [member.query_sha256 for member in members] for name, members in splits.items()})
-        revision = dataset.revision or lines.sha256
-        outputs = [_write_split(out, name, splits[name], stream, screen, revision) for name in SPLITS]
-        _require_same_file(path, before, os.fstat(stream.fileno()))
-        outputs.append(reference(rejected, out, "rejected_rows", rows=survey.rows - len(survey.pool)))
-        summary = survey.summary(dataset.language, sizes, splits, len(unused), lines)
-        written = write_file(out / "data" / "drop_summary.json", document(summary))
-        outputs.append(reference(written, out, "drop_summary", schema=DROP_SUMMARY_SCHEMA))
+    datasets = _root_first(config)
+    reasons = plugins.in_force(config.run.data.checks)
+    with run_lock(out, "kiln prepare"), ExitStack() as stack:
+        inputs = [_open(dataset, config, plugins, reasons, out, stack) for dataset in datasets]
+        sources = [entry.source for entry in inputs]
+        count = _worker_count(sources, workers, range_bytes)
+        pools = stack.enter_context(Workers(sources, count))
+        with progress.task("prepare: reading", None, "rows") as task:
+            surveys = [survey(sources, n, pools, out, task, range_bytes) for n in range(len(sources))]
+        for read in surveys:
+            stack.callback(read.dropped.close)
+        decided = _decide(config, datasets, surveys, reasons)
+        with progress.task("prepare: writing", sum(map(len, decided.rows.values())), "rows") as task:
+            revisions = tuple(dataset.revision or read.sha256 for dataset, read in zip(datasets, surveys, strict=True))
+            outputs = [write_split(out, name, decided.rows[name], revisions, pools, task) for name in SPLITS]
+        for entry in inputs:
+            entry.require_unchanged()
+        outputs += _write_account(out, datasets, sources, surveys, decided)
         manifest = StageManifest(
             stage="prepare",
             kiln_version=version(),
             plugins=plugins.loaded(),
             config_sha256=config.sha256(*PREPARE_SECTIONS),
-            inputs=[_raw_input(dataset, lines, survey)],
+            inputs=[_raw_input(dataset, read) for dataset, read in zip(datasets, surveys, strict=True)],
             outputs=outputs,
-            counts=msgspec.to_builtins(summary.kiln[dataset.language]),
-            details=_details(config, dataset, choice, revision, plugins),
+            counts=msgspec.to_builtins(decided.summary.kiln),
+            details={
+                "config_sections": list(PREPARE_SECTIONS),
+                "datasets": [entry.details(revision) for entry, revision in zip(inputs, revisions, strict=True)],
+                "drop_reasons": [reason.name for reason in reasons],
+                "seed": config.run.project.seed,
+            },
         )
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
         unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
-    return PrepareResult(manifest, summary, choice, unchanged)
+    return PrepareResult(manifest, decided.summary, unchanged)
 
 
 def account(result: PrepareResult, out: Path) -> str:
     """What happened to the rows, for people."""
-    language, drops = next(iter(result.summary.kiln.items()))
-    sizes = result.summary.languages[language].split_sizes
-    counts = {**result.summary.languages[language].counts, **drops.counts}
-    rows: list[list[object]] = [["rows read", drops.rows_read]]
-    rows += [["  " + name, count] for name, count in nonzero(counts).items()]
-    rows += [["  unused", drops.unused], ["kept", drops.kept]]
-    rows += [["  " + name, sizes[name]] for name in SPLITS]
+    lines = []
+    for entry in result.manifest.details["datasets"]:
+        language = entry["language"]
+        drops, listed = result.summary.kiln[language], result.summary.languages[language]
+        rows: list[list[object]] = [["rows read", drops.rows_read]]
+        rows += [["  " + name, count] for name, count in nonzero({**listed.counts, **drops.counts}).items()]
+        rows += [["  unused", drops.unused], ["kept", drops.kept]]
+        rows += [["  " + name, listed.split_sizes[name]] for name in SPLITS]
+        kind = "root" if entry["root"] else "paired"
+        why = f"source {entry['source']} ({entry['source_chosen']})"
+        lines.append(f"prepare: {language} ({kind}): {why}\n{table(rows)}")
     state = "unchanged" if result.unchanged else "written"
-    return (
-        f"prepare: source {result.source.source.name} ({result.source.why})\n{table(rows)}\n"
-        f"{state}: {printable(out)}/data_manifest.json"
-    )
+    return "\n".join([*lines, f"{state}: {printable(out)}/data_manifest.json"])
 
 
-class Member(msgspec.Struct, frozen=True, gc=False):
-    """A row of the pool: where its bytes lie and its query's digest. ``value`` only for rows without bytes."""
+class Input(msgspec.Struct, frozen=True):
+    """A source of the config, opened: what is read, why it is read so, and the file as it was at the start."""
 
-    row_index: int
-    line: int
-    offset: int
-    length: int
-    query_sha256: str
-    value: dict[str, object] | None = None
+    dataset: DatasetConfig
+    source: OpenSource
+    choice: Choice
+    path: Path | None
+    before: os.stat_result | None
 
-
-class Survey:
-    """What the first pass learns: the pool of valid, distinct rows, and a count and a line for every other row."""
-
-    def __init__(self, reasons: Iterable[DropReason], rejected: AtomicFile) -> None:
-        reasons = list(reasons)
-        self.counts = {reason.name: 0 for reason in reasons}
-        self.pool: list[Member] = []
-        self.rows = 0
-        self.valid = 0
-        self._rejected = rejected
-        self._ids: set[str] = set()
-        self._pool_reasons = [reason for reason in reasons if reason.scope == "pool"]
-        self._seen: list[dict[str, int]] = [{} for _ in self._pool_reasons]
-
-    def take(self, screened: Screened) -> None:
-        self.rows += 1
-        drop = self._claim_id(screened) or screened.drop
-        if drop is None:
-            self.valid += 1
-            drop = self._claim_keys(screened)
-        if drop is not None:
-            self._reject(screened, drop)
+    def require_unchanged(self) -> None:
+        """Raises KilnError KLN207 where the file changed while it was read."""
+        if self.path is None or self.before is None:
             return
-        record = screened.record
-        value = record.value if record.text is None else None
-        self.pool.append(
-            Member(record.row_index, record.line, record.offset, record.length, screened.query_sha256, value)
-        )
-
-    def _claim_id(self, screened: Screened) -> Drop | None:
-        """The first row with an id has it, kept or not."""
-        if screened.example_id is None:
-            return None
-        if screened.example_id in self._ids:
-            return Drop("duplicate_example_id", f"id {screened.example_id!r} stands in an earlier row")
-        self._ids.add(screened.example_id)
-        return None
-
-    def _claim_keys(self, screened: Screened) -> Drop | None:
-        for reason, seen, key in zip(self._pool_reasons, self._seen, screened.keys, strict=True):
-            first = seen.setdefault(key, screened.record.row_index)
-            if first != screened.record.row_index:
-                return Drop(reason.name, f"row {first} has the same key", reason.pointer)
-        return None
-
-    def _reject(self, screened: Screened, drop: Drop) -> None:
-        if drop.reason not in self.counts:
+        after = self.path.stat()
+        if (self.before.st_size, self.before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise KilnError(
-                "KLN501",
-                f"a plugin dropped a row for {printable(drop.reason)!r}, which no plugin declares",
-                hint="declare it with the hook kiln_drop_reasons",
+                "KLN207",
+                f"{printable(self.path)} changed while it was read "
+                f"({self.before.st_size} bytes before, {after.st_size} after)",
+                hint="run again when nothing writes to it",
             )
-        self.counts[drop.reason] += 1
-        record = screened.record
-        self._rejected.write(
-            canonical_json(
-                {
-                    "detail": drop.detail,
-                    "example_id": screened.example_id,
-                    "length": record.length,
-                    "line": record.line,
-                    "offset": record.offset,
-                    "pointer": drop.pointer,
-                    "reason": drop.reason,
-                    "row_index": record.row_index,
-                    "row_sha256": raw_sha256(record),
-                }
-            )
-            + b"\n"
+
+    def details(self, revision: str) -> dict[str, Any]:
+        """What the manifest says of the source."""
+        return {
+            "dataset_id": self.dataset.dataset_id,
+            "language": self.dataset.language,
+            "packing": self.source.plain.packing,
+            "revision": revision,
+            "root": self.dataset.source_id_column is None,
+            "source": self.choice.source.name,
+            "source_chosen": self.choice.why,
+        }
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """What the global steps say: the rows of each split in order, the pool of each source, the account."""
+
+    rows: dict[str, list[Chosen]]
+    pools: list[Pool]
+    summary: DropSummary
+
+
+def _root_first(config: LoadedConfig) -> list[DatasetConfig]:
+    if not config.run.datasets:
+        raise KilnError("KLN203", "the config names no [[datasets]]", hint="add one with language and path")
+    return sorted(config.run.datasets, key=lambda dataset: dataset.source_id_column is not None)
+
+
+def _open(
+    dataset: DatasetConfig,
+    config: LoadedConfig,
+    plugins: Plugins,
+    reasons: list[DropReason],
+    scratch: Path,
+    stack: ExitStack,
+) -> Input:
+    path = None if dataset.path == STDIN else config.resolve(dataset.path)
+    before = path.stat() if path is not None and path.is_file() else None
+    plain, choice = stack.enter_context(open_rows(path, dataset.source, plugins.sources, "tool_calls", scratch))
+    pairing = len(config.run.datasets) > 1
+    screen = Screen(dataset, choice.source, reasons, config.run.data, pairing=pairing)
+    numbers = {reason.name: number for number, reason in enumerate(reasons)}
+    return Input(dataset, OpenSource(plain, screen, numbers), choice, path, before)
+
+
+def _worker_count(sources: list[OpenSource], wanted: int | None, range_bytes: int) -> int:
+    """As many processes as cores, unless there is too little to share."""
+    total = sum(os.fstat(source.plain.stream.fileno()).st_size for source in sources)
+    return available(wanted) if total > 2 * range_bytes else 1
+
+
+def _decide(
+    config: LoadedConfig, datasets: list[DatasetConfig], surveys: list[Survey], reasons: list[DropReason]
+) -> Decided:
+    limits = config.run.data
+    taken: set[str] = set()
+    pools = [Pool(read.frame, reasons, limits) for read in surveys]
+    for pool in pools:
+        pool.claim_ids(taken)
+    root = pools[0]
+    root.drop_duplicates()
+    wanted, splits = _split_root(config, root)
+    rows, roots, queries = _chosen_roots(root, splits)
+    place = {chosen.example_id: number for split in rows.values() for number, chosen in enumerate(split)}
+    for number, pool in enumerate(pools[1:], start=1):
+        pairs = Pairing(roots, datasets[0].dataset_id, queries).pair(
+            pool, release_digests=limits.release_failed_pair_digest
         )
+        for split, members in _chosen_pairs(number, pool, pairs, place).items():
+            rows[split] += members
+    _require_safe(rows, pools, roots)
+    kept = [{split: sum(row.source == n for row in rows[split]) for split in SPLITS} for n in range(len(pools))]
+    summary = _summary(datasets, surveys, pools, wanted, kept)
+    return Decided(rows, pools, summary)
 
-    def summary(
-        self,
-        language: str,
-        sizes: dict[str, int],
-        splits: dict[str, list[Member]],
-        unused: int,
-        lines: LineReader,
-    ) -> DropSummary:
-        """Raises KilnError KLN501 if the account does not add up: no row may vanish."""
-        kept = sum(map(len, splits.values()))
-        dropped = sum(self.counts.values())
-        if self.rows != kept + dropped + unused:
-            raise KilnError("KLN501", f"{self.rows} rows read != {kept} kept + {dropped} dropped + {unused} unused")
-        return DropSummary(
-            languages={
-                language: LanguageDrops(
-                    counts={name: self.counts.get(name, 0) for name in SIXTEEN},
-                    valid_rows=self.valid,
-                    deduplicated_rows=self.valid - self.counts["duplicate_query"],
-                    split_sizes={name: len(members) for name, members in splits.items()},
-                )
-            },
-            requested=sizes,
-            kiln={
-                language: KilnDrops(
-                    counts={name: count for name, count in self.counts.items() if name not in SIXTEEN},
-                    rows_read=self.rows,
-                    kept=kept,
-                    dropped=dropped,
-                    unused=unused,
-                    blank_lines=lines.blank,
-                    byte_order_marks=int(lines.had_bom),
-                )
-            },
+
+def _split_root(config: LoadedConfig, root: Pool) -> tuple[dict[str, int], Splits]:
+    left = root.left()
+    wanted = sizes(config.run.data, left.height)
+    members = [Member(*found) for found in left.select("row", "group", "stratum").iter_rows()]
+    try:
+        return wanted, split_pool(members, wanted, config.run.project.seed, config.run.data)
+    except KilnError as error:
+        raise _too_small(error, root, wanted) from None
+
+
+def _chosen_roots(root: Pool, splits: Splits) -> tuple[dict[str, list[Chosen]], dict[str, Root], dict[bytes, str]]:
+    """Root rows in their splits, how pairs find them, and which split each query stands in."""
+    columns = root.left().select("row", "offset", "length", "example_id", "texts", "query")
+    by_row = {found[0]: found[1:] for found in columns.iter_rows()}
+    rows: dict[str, list[Chosen]] = {}
+    roots: dict[str, Root] = {}
+    queries: dict[bytes, str] = {}
+    for split, members in splits.items():
+        rows[split] = []
+        for row in members:
+            offset, length, example_id, texts, query = by_row[row]
+            rows[split].append(Chosen(0, row, offset, length, example_id, None))
+            roots[example_id] = Root(example_id, split, texts)
+            queries[query] = split
+    return rows, roots, queries
+
+
+def _chosen_pairs(number: int, pool: Pool, pairs: list[Pair], place: dict[str, int]) -> dict[str, list[Chosen]]:
+    """Accepted rows of a paired source by split, in the order of their root rows."""
+    columns = pool.left().select("row", "offset", "length", "example_id")
+    by_row = {found[0]: found[1:] for found in columns.iter_rows()}
+    rows: dict[str, list[Chosen]] = {split: [] for split in SPLITS}
+    for pair in sorted(pairs, key=lambda pair: place[pair.root.example_id]):
+        offset, length, example_id = by_row[pair.row]
+        rows[pair.root.split].append(Chosen(number, pair.row, offset, length, example_id, pair.root.example_id))
+    return rows
+
+
+def _require_safe(rows: dict[str, list[Chosen]], pools: list[Pool], roots: dict[str, Root]) -> None:
+    """Split safety over all languages at once. Raises KilnError KLN501: the steps before must have seen to it."""
+    digests = [dict(pool.frame.select("row", "query").iter_rows()) for pool in pools]
+    require_disjoint((split, digests[row.source][row.row]) for split, members in rows.items() for row in members)
+    ids = [row.example_id for members in rows.values() for row in members]
+    if len(set(ids)) != len(ids):
+        raise KilnError("KLN501", f"{len(ids) - len(set(ids))} example ids stand in more than one row")
+    for split, members in rows.items():
+        for row in members:
+            if row.root_id is not None and roots[row.root_id].split != split:
+                raise KilnError("KLN501", f"pair {row.example_id!r} is in {split}, its root row is not")
+
+
+def _summary(
+    datasets: list[DatasetConfig],
+    surveys: list[Survey],
+    pools: list[Pool],
+    wanted: dict[str, int],
+    kept: list[dict[str, int]],
+) -> DropSummary:
+    summary = DropSummary(languages={}, requested=wanted, kiln={})
+    for dataset, read, pool, sizes_kept in zip(datasets, surveys, pools, kept, strict=True):
+        counts = pool.counts()
+        total, dropped = sum(sizes_kept.values()), sum(counts.values())
+        unused = read.frame.height - total - dropped
+        if unused < 0 or (unused and dataset.source_id_column is not None):
+            detail = f"{read.frame.height} rows read != {total} kept + {dropped} dropped + {unused} unused"
+            raise KilnError("KLN501", f"{dataset.language}: {detail}")
+        summary.languages[dataset.language] = LanguageDrops(
+            counts={name: counts[name] for name in SIXTEEN},
+            valid_rows=pool.valid_rows,
+            deduplicated_rows=pool.valid_rows - counts["duplicate_query"],
+            split_sizes=sizes_kept,
         )
+        summary.kiln[dataset.language] = KilnDrops(
+            counts={name: count for name, count in counts.items() if name not in SIXTEEN},
+            rows_read=read.frame.height,
+            kept=total,
+            dropped=dropped,
+            unused=unused,
+            blank_lines=read.blank_lines,
+            byte_order_marks=int(read.had_bom),
+        )
+    return summary
 
 
-def _survey(stream: BinaryIO, choice: Choice, screen: Screen, survey: Survey, progress: Progress) -> LineReader:
-    """The first pass: every row is screened and taken account of."""
-    lines = LineReader(stream)
-    with progress.task("prepare: reading", None, "rows") as task:
-        for record in read_records(choice.source, lines):
-            survey.take(screen.screen(record))
-            task.advance()
-    return lines
+def _write_account(
+    out: Path, datasets: list[DatasetConfig], sources: list[OpenSource], surveys: list[Survey], decided: Decided
+) -> list[FileRef]:
+    count = 0
+    with AtomicFile(out / "data" / "rejected.jsonl") as rejected:
+        for dataset, source, read, pool in zip(datasets, sources, surveys, decided.pools, strict=True):
+            count += write_rejected(rejected, source, dataset.language, read, pool)
+    written = write_file(out / "data" / "drop_summary.json", document(decided.summary))
+    return [
+        reference(rejected, out, "rejected_rows", rows=count),
+        reference(written, out, "drop_summary", schema=DROP_SUMMARY_SCHEMA),
+    ]
 
 
-def _raw_input(dataset: DatasetConfig, lines: LineReader, survey: Survey) -> FileRef:
+def _raw_input(dataset: DatasetConfig, read: Survey) -> FileRef:
     return FileRef(
-        path=dataset.path, base="config", kind="raw_rows", sha256=lines.sha256, bytes=lines.size, rows=survey.rows
+        path=dataset.path,
+        base="config",
+        kind="raw_rows",
+        sha256=read.sha256,
+        bytes=read.size,
+        rows=read.frame.height,
     )
 
 
-def _details(
-    config: LoadedConfig, dataset: DatasetConfig, choice: Choice, revision: str, plugins: Plugins
-) -> dict[str, Any]:
-    return {
-        "config_sections": list(PREPARE_SECTIONS),
-        "datasets": [
-            {
-                "dataset_id": dataset.dataset_id,
-                "language": dataset.language,
-                "revision": revision,
-                "root": True,
-                "source": choice.source.name,
-                "source_chosen": choice.why,
-            }
-        ],
-        "drop_reasons": plugins.drop_reasons.names(),
-        "seed": config.run.project.seed,
-    }
-
-
-def _write_split(
-    out: Path, name: str, members: list[Member], stream: BinaryIO, screen: Screen, revision: str
-) -> FileRef:
-    with AtomicFile(out / "data" / f"{name}.jsonl") as target:
-        for record in _read_again(stream, members):
-            target.write(canonical_parsed(screen.example(record, name, revision)) + b"\n")
-    return reference(target, out, "dataset_split", schema=PREPARED_SCHEMA, rows=len(members))
-
-
-def _read_again(stream: BinaryIO, members: Iterable[Member]) -> Iterator[Record]:
-    for member in members:
-        text = None
-        if member.value is None:
-            raw = os.pread(stream.fileno(), member.length, member.offset)
-            text = raw.removeprefix(b"\xef\xbb\xbf").strip(TRIMMED) if member.offset == 0 else raw.strip(TRIMMED)
-        yield Record(
-            row_index=member.row_index,
-            line=member.line,
-            offset=member.offset,
-            length=member.length,
-            text=text,
-            value=member.value,
-        )
-
-
-def _require_same_file(path: Path, before: os.stat_result, after: os.stat_result) -> None:
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise KilnError(
-            "KLN207",
-            f"{printable(path)} changed while it was read ({before.st_size} bytes before, {after.st_size} after)",
-            hint="run again when nothing writes to it",
-        )
-
-
-def _too_small(error: KilnError, survey: Survey, sizes: dict[str, int]) -> KilnError:
+def _too_small(error: KilnError, root: Pool, wanted: dict[str, int]) -> KilnError:
+    counts, left = root.counts(), root.left().height
     funnel = table(
         [
-            ["rows read", survey.rows],
-            *[["  " + name, count] for name, count in nonzero(survey.counts).items()],
-            ["left for the splits", len(survey.pool)],
-            ["asked for", sum(sizes.values())],
+            ["rows read", root.frame.height],
+            *[["  " + name, count] for name, count in nonzero(counts).items()],
+            ["left for the splits", left],
+            ["asked for", sum(wanted.values())],
         ]
     )
     return KilnError(
         "KLN205",
         f"{error.message}; nothing was written\n{funnel}",
-        hint="lower [data] n_train, n_validation or n_test, or bring more rows",
-        details={"counts": survey.counts, "pool": len(survey.pool), "requested": sizes},
+        hint=error.hint or "lower [data] n_train, n_validation or n_test, or bring more rows",
+        details={"counts": counts, "pool": left, "requested": wanted},
     )

@@ -18,6 +18,7 @@ from kiln_cli.identity import canonical_json, sha256_hex
 from kiln_cli.manifests import (
     RECEIPT_NAME,
     document,
+    manifest_files,
     read_document,
     read_manifest,
     read_receipt,
@@ -201,6 +202,12 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
         output = inputs.out / ref.path
         if not output.is_file() or hash_file(output) != (ref.sha256, ref.bytes):
             return None
+    files = manifest_files(inputs.out, inputs.admit)
+    if receipt.produced.get("manifest_files") != files:
+        # A stage before was run again to the same content: only the times in its manifest are others.
+        receipt.produced["manifest_files"] = files
+        receipt.seal()
+        write_file(path, document(receipt))
     return receipt
 
 
@@ -255,6 +262,7 @@ def finish(trainer: Trainer, inputs: Inputs, training: Training, started: float,
     receipt.produced = {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "base_dir": relative_base(inputs.out, inputs.config.base_dir),
+        "manifest_files": manifest_files(inputs.out, inputs.admit),
         "seconds": round(seconds, 3),
         "steps_in_last_process": len(outcome.state.loss_history) - outcome.first_step,
         "training_seconds": round(outcome.seconds, 3),

@@ -1,11 +1,15 @@
 """One raw row against the rules: which declared reason drops it, or which example it becomes.
 
-Everything here looks at one row alone and is a pure function of its bytes, so rows may be screened in any order.
+Everything here looks at one row alone and is a pure function of its bytes, so rows may be screened in any order, by any
+number of processes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,9 +20,17 @@ from kiln_cli.extensions import DropReason, Source
 from kiln_cli.identity import Domain, canonical_json, domain_sha256
 from kiln_cli.records import Call, Candidate, PreparedExample, Record, Tool, ToolCallRow
 from kiln_cli.strict_json import type_name
+from kiln_cli.text import printable
+
+# What stands for the id of a row that brings none, until its place among the rows is known.
+POSITIONAL = ""
+# What the code of a plugin may raise without being at fault.
+_NOT_ITS_FAULT = (KilnError, MemoryError)
+# An index of an array in a JSON pointer (RFC 6901).
+_INDEX = re.compile("0|[1-9][0-9]{0,9}")
 
 
-class Drop(msgspec.Struct, frozen=True):
+class Drop(NamedTuple):
     """Why a row is dropped; ``offset`` is the byte of the row where the fault was seen, -1 if unknown."""
 
     reason: str
@@ -27,85 +39,171 @@ class Drop(msgspec.Struct, frozen=True):
     offset: int = -1
 
 
-class Screened(msgspec.Struct, frozen=True):
-    """The outcome of one row: ``drop`` or, for a valid row, its query's digest and ``keys`` (one a pool reason)."""
+class Screened(NamedTuple):
+    """The outcome of one row. ``example_id`` is None where the row is no object with a sound id.
 
-    record: Record
+    A valid row (``drop`` is None) has the digest of its query (32 bytes), one key a pool reason, and what splitting and
+    pairing ask for: the id of its root row, the digest of its tools and answers strings, its group and its stratum.
+    """
+
     example_id: str | None
     drop: Drop | None
-    query_sha256: str = ""
+    query: bytes = b""
     keys: tuple[str, ...] = ()
+    link: str | None = None
+    texts: bytes = b""
+    group: str | None = None
+    stratum: str | None = None
 
 
 class Screen:
-    """The row-local rules of one data set, in declared order."""
+    """The row-local rules of one data set, in declared order. ``pool_keys``: how many keys a valid row has.
+
+    ``pairing`` says that rows of several sources will be compared, so that their texts need digests.
+    """
 
     def __init__(
-        self, dataset: DatasetConfig, source: Source, reasons: Iterable[DropReason], limits: DataConfig
+        self,
+        dataset: DatasetConfig,
+        source: Source,
+        reasons: Iterable[DropReason],
+        limits: DataConfig,
+        *,
+        pairing: bool = False,
     ) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._source = source
         self._limits = limits
+        self._pairing = pairing
+        self._prefix = f"{dataset.dataset_id}:"
         reasons = list(reasons)
         self._checks = [(r, r.check) for r in reasons if r.scope == "row" and r.check is not None]
-        self._keys = [r.key for r in reasons if r.scope == "pool" and r.key is not None]
+        self._keyed = [r for r in reasons if r.scope == "pool" and r.key is not None]
+        self.pool_keys = len(self._keyed)
 
     def screen(self, record: Record) -> Screened:
         try:
-            row = self._convert(record)
-            example_id = self._example_id(record, row)
+            value = parse_record(record)
+            row = self._convert(value)
         except RowFault as fault:
-            return Screened(record, None, Drop(fault.reason, fault.detail, fault.pointer, fault.offset))
+            return Screened(None, _drop(fault))
+        if row.fault is not None:
+            return Screened(self._claimed_id(row), Drop(*row.fault))
+        try:
+            link = self._link(value)
+            example_id = self._example_id(row)
+        except RowFault as fault:
+            return Screened(self._claimed_id(row), _drop(fault))
         candidate = Candidate(row)
         for reason, check in self._checks:
-            detail = check(candidate, self._limits)
+            try:
+                detail = check(candidate, self._limits)
+            except _NOT_ITS_FAULT:
+                raise
+            except Exception as error:
+                raise plugin_failure(f"drop reason {reason.name!r}", error) from error
             if detail is not None:
-                return Screened(record, example_id, Drop(reason.name, detail, reason.pointer))
-        return Screened(record, example_id, None, candidate.query_sha256, tuple(key(candidate) for key in self._keys))
+                return Screened(example_id, Drop(reason.name, detail, reason.pointer))
+        return self._valid(example_id, candidate, value, link)
 
-    def example(self, record: Record, split: str, revision: str) -> PreparedExample:
+    def example(
+        self, record: Record, example_id: str, root_id: str | None, split: str, revision: str
+    ) -> PreparedExample:
         """The typed example of a row that was screened as valid."""
-        row = self._convert(record)
-        candidate = Candidate(row)
-        example_id = self._example_id(record, row)
-        tools, calls = candidate.tools.value, candidate.answers.value
+        row = self._convert(strict_json.parse_again(record.text or b""))
+        candidate = Candidate(row, proven=True)
         return PreparedExample(
             example_id=example_id,
             source_id=example_id,
-            language=self._dataset.language,
-            source_example_id=None,
+            language=self.dataset.language,
+            source_example_id=root_id,
             query=candidate.query,
-            tools=[Tool(tool["name"], tool["description"], tool["parameters"]) for tool in tools],
-            gold_calls=[Call(call["name"], call["arguments"]) for call in calls],
+            tools=[Tool(t["name"], t["description"], t["parameters"]) for t in candidate.tools.value],
+            gold_calls=[Call(call["name"], call["arguments"]) for call in candidate.answers.value],
             split=split,
             query_sha256=candidate.query_sha256,
             source_revision=revision if row.source_revision is None else row.source_revision,
         )
 
-    def _convert(self, record: Record) -> ToolCallRow:
-        row = self._source.convert(parse_record(record))
+    def _valid(self, example_id: str, candidate: Candidate, value: dict[str, Any], link: str | None) -> Screened:
+        limits = self._limits
+        return Screened(
+            example_id,
+            None,
+            candidate.query_digest,
+            tuple([self._key(reason, candidate) for reason in self._keyed]),
+            link,
+            _texts_digest(candidate.row) if self._pairing else b"",
+            _label(limits.group_by, candidate, value),
+            _label(limits.stratify_by, candidate, value),
+        )
+
+    def _convert(self, value: dict[str, Any]) -> ToolCallRow:
+        try:
+            row = self._source.convert(value)
+        except (RowFault, *_NOT_ITS_FAULT):
+            raise
+        except Exception as error:
+            raise plugin_failure(f"source {self._source.name!r}", error) from error
         if not isinstance(row, ToolCallRow):
             raise KilnError("KLN210", f"source {self._source.name!r} yielded {type(row).__name__}, not ToolCallRow")
         return row
 
-    def _example_id(self, record: Record, row: ToolCallRow) -> str:
+    def _key(self, reason: DropReason, candidate: Candidate) -> str:
+        try:
+            return reason.key(candidate) if reason.key is not None else ""
+        except _NOT_ITS_FAULT:
+            raise
+        except Exception as error:
+            raise plugin_failure(f"drop reason {reason.name!r}", error) from error
+
+    def _example_id(self, row: ToolCallRow) -> str:
         if row.source_id is not msgspec.UNSET:
             return _require_id(row.source_id, "/source_id", numbers=False)
         if row.row_id is msgspec.UNSET:
-            return f"{self._dataset.dataset_id}:{record.row_index}"
-        return f"{self._dataset.dataset_id}:{_require_id(row.row_id, '/id', numbers=True)}"
+            return POSITIONAL
+        return self._prefix + _require_id(row.row_id, "/id", numbers=True)
+
+    def _claimed_id(self, row: ToolCallRow) -> str | None:
+        """The id that a faulty row takes all the same: the first object with an id has it, kept or not."""
+        try:
+            return self._example_id(row)
+        except RowFault:
+            return None
+
+    def _link(self, value: dict[str, Any]) -> str | None:
+        """What a row of a paired source names as its root row."""
+        column = self.dataset.source_id_column
+        if column is None:
+            return None
+        found = value.get(column)
+        if isinstance(found, str) and found.strip():
+            return found
+        if isinstance(found, int) and not isinstance(found, bool):
+            return str(found)
+        what = type_name(found) if column in value else "nothing"
+        raise RowFault("missing_field", f"{column}: expected the id of a root row, found {what}", f"/{column}")
 
 
-def parse_record(record: Record) -> dict[str, object]:
+def plugin_failure(what: str, error: Exception) -> KilnError:
+    """What to raise where the code of a plugin raises ``error``."""
+    return KilnError(
+        "KLN210",
+        f"{printable(what)} fails: {printable(f'{type(error).__name__}: {error}')}",
+        hint="mend or uninstall the plugin that brings it; `kiln plugins` names it",
+    )
+
+
+def _drop(fault: RowFault) -> Drop:
+    return Drop(fault.reason, fault.detail, fault.pointer, fault.offset)
+
+
+def parse_record(record: Record) -> dict[str, Any]:
     """The object of a record. Raises RowFault with the reason of prepare that fits (``invalid_utf8`` and so on)."""
     if record.text is None:
-        if isinstance(record.value, dict):
-            return record.value
-        if record.value is None:
-            raise RowFault("line_too_long", f"the line has {record.length} bytes")
-        raise RowFault("row_not_object", f"expected an object, found {type_name(record.value)}")
+        raise RowFault("line_too_long", f"the line has {record.length} bytes")
     try:
-        value = strict_json.parse(record.text)
+        value = strict_json.parse(record.text, negative_zero=False)
     except strict_json.JsonFault as fault:
         reason = "invalid_utf8" if fault.kind == "invalid_utf8" else "invalid_row_json"
         raise RowFault(reason, fault.detail, offset=fault.offset) from None
@@ -115,12 +213,41 @@ def parse_record(record: Record) -> dict[str, object]:
 
 
 def raw_sha256(record: Record) -> str | None:
-    """Identity of the raw row; None for a line that was passed over as too long."""
-    if record.text is not None:
-        return domain_sha256(Domain.RAW_TOOL_CALL_ROW, record.text)
-    if record.value is not None:
-        return domain_sha256(Domain.RAW_ELEMENT, canonical_json(record.value))
-    return None
+    """Identity of the raw row: its trimmed bytes, or for an element of something larger its canonical form.
+
+    None for a line that was passed over as too long. An element that does not parse is known by its bytes.
+    """
+    if record.text is None:
+        return None
+    if record.element:
+        try:
+            return domain_sha256(Domain.RAW_ELEMENT, canonical_json(strict_json.parse(record.text)))
+        except strict_json.JsonFault:
+            pass  # broken inside: there is no canonical form, so its bytes stand for it
+    return domain_sha256(Domain.RAW_TOOL_CALL_ROW, record.text)
+
+
+def _texts_digest(row: ToolCallRow) -> bytes:
+    """Tools and answers strings of a row, 32 bytes each: pairs must agree to the byte."""
+    return b"".join(hashlib.sha256(str(text).encode("utf-8")).digest() for text in (row.tools, row.answers))
+
+
+def _label(rule: str | None, candidate: Candidate, value: dict[str, Any]) -> str | None:
+    """A row's group or stratum: the function it calls first (``tool``), or what a JSON pointer finds in it."""
+    if rule is None:
+        return None
+    if rule == "tool":
+        return str(candidate.answers.value[0]["name"])
+    found: Any = value
+    for part in rule.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return None
+    return canonical_json(found).decode("utf-8")
 
 
 def _require_id(value: object, pointer: str, *, numbers: bool) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,7 +30,8 @@ from kiln_cli.text import printable
 from kiln_stages.admission import chat_rows
 from kiln_stages.claims import Claim, data_claims, file_claims, manifest_claims
 from kiln_stages.screening import Drop, Screen
-from kiln_stages.sources import choose_source, first_object, json_lines, read_records
+from kiln_stages.sources import first_object, json_lines, open_rows
+from kiln_stages.transports import open_plain
 
 Kind = Literal["raw", "sft", "prepared", "config", "manifest"]
 KINDS: tuple[Kind, ...] = ("raw", "sft", "prepared", "config", "manifest")
@@ -140,7 +142,8 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
             return "manifest", f"schema is {MANIFEST_SCHEMA}"
         if document.get("receipt_type") == RECEIPT_TYPE:
             raise not_built("validate for train receipts", "use `kiln verify-receipt`")
-    sample = first_object(path)
+    with TemporaryDirectory() as scratch, open_plain(path, Path(scratch)) as plain:
+        sample = first_object(plain)
     if sample is not None and sample.get("schema_version") == PREPARED_SCHEMA:
         return "prepared", f"schema_version is {PREPARED_SCHEMA}"
     for source in plugins.sources:
@@ -161,29 +164,37 @@ def _whole_document(path: Path) -> dict[str, Any] | None:
 
 
 def _raw(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
-    chosen = choose_source(path, source, plugins.sources, "tool_calls").source
-    screen = Screen(DatasetConfig(path=path.name), chosen, plugins.drop_reasons, DataConfig())
     ids: dict[str, int] = {}
-    queries: dict[str, int] = {}
-    with open_input(path) as stream:
-        for record in read_records(chosen, LineReader(stream)):
+    queries: dict[bytes, int] = {}
+    with (
+        TemporaryDirectory() as scratch,
+        open_rows(path, source, plugins.sources, "tool_calls", Path(scratch)) as (plain, choice),
+    ):
+        screen = Screen(DatasetConfig(path=path.name), choice.source, plugins.in_force(()), DataConfig())
+        for record in json_lines(LineReader(plain.stream), elements=plain.elements):
             yield None
             screened = screen.screen(record)
             drop = screened.drop
-            if screened.example_id is not None and ids.setdefault(screened.example_id, record.line) != record.line:
+            if screened.example_id and ids.setdefault(screened.example_id, record.line) != record.line:
                 drop = Drop(
                     "duplicate_example_id", f"id {screened.example_id!r} stands in line {ids[screened.example_id]}"
                 )
-            elif drop is None and queries.setdefault(screened.query_sha256, record.line) != record.line:
-                drop = Drop("duplicate_query", f"the same query as in line {queries[screened.query_sha256]}", "/query")
+            elif drop is None and queries.setdefault(screened.query, record.line) != record.line:
+                drop = Drop("duplicate_query", f"the same query as in line {queries[screened.query]}", "/query")
             if drop is not None:
                 yield _of_row(path, record, drop)
 
 
 def _sft(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
-    chosen = choose_source(path, source, plugins.sources, "chat").source
-    with open_input(path) as stream:
-        for incoming in chat_rows(read_records(chosen, LineReader(stream)), chosen):
+    with (
+        TemporaryDirectory() as scratch,
+        open_rows(path, source, plugins.sources, "chat", Path(scratch)) as (
+            plain,
+            choice,
+        ),
+    ):
+        records = json_lines(LineReader(plain.stream), elements=plain.elements)
+        for incoming in chat_rows(records, choice.source):
             yield None
             try:
                 if incoming.row is None:

@@ -124,12 +124,23 @@ def test_a_plugin_may_be_a_class_instance(install: Install) -> None:
 
 
 def test_the_built_in_reasons_and_their_order() -> None:
-    assert load_plugins().drop_reasons.names() == [
+    plugins = load_plugins()
+    opt_in = [reason.name for reason in plugins.drop_reasons if reason.opt_in]
+    assert opt_in == [
+        "unknown_tool",
+        "missing_argument",
+        "unexpected_argument",
+        "argument_type",
+        "duplicate_tool",
+        "near_duplicate_query",
+    ]
+    assert [reason.name for reason in plugins.in_force(())] == [
         "line_too_long",
         "invalid_utf8",
         "invalid_row_json",
         "row_not_object",
         "unknown_schema",
+        "not_single_turn",
         "missing_field",
         "invalid_example_id",
         "duplicate_example_id",

@@ -258,7 +258,7 @@ def test_the_data_manifest_names_source_reason_and_distribution(prepared: Site) 
     assert _the_distribution(manifest) == EXPECTED
     assert manifest["details"]["datasets"][0]["source"] == "weather_rows"
     assert "city_is_a_myth" in manifest["details"]["drop_reasons"]
-    assert manifest["counts"]["counts"]["city_is_a_myth"] == 1
+    assert manifest["counts"]["en"]["counts"]["city_is_a_myth"] == 1
 
 
 def test_the_admit_manifest_names_template_and_distribution(prepared: Site) -> None:

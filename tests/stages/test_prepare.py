@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.prepare import PrepareResult
-from kiln_stages.split import split_pool
+from kiln_stages.split import Member, split_pool
 from tests_support import shared_path
 
 from kiln_cli import files
-from kiln_cli.config import load_config
+from kiln_cli.config import DataConfig, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import Filesystem
 from kiln_cli.manifests import read_manifest
@@ -310,12 +310,12 @@ def test_values_that_are_kept(run_prepare: Prepare, run_dir: Path) -> None:
         "source_example_id": None,
         "query": "Valid  query\twith spaces",
         "tools": [{"name": "f", "description": "", "parameters": {"a": {"z": None}, "b": 1}}],
-        "gold_calls": [{"name": "g", "arguments": {"a": [1.0, 1, 100.0, -0.0, 0.1], "é": "é"}}],
+        "gold_calls": [{"name": "g", "arguments": {"a": [1.0, 1, 100.0, 0, 0.1], "é": "é"}}],
         "query_sha256": hashlib.sha256(b"valid query with spaces").hexdigest(),
         "source_revision": "v",
     }
     (line,) = [row for row in (run_dir / "data" / f"{split}.jsonl").read_bytes().split(b"\n") if b'"s1"' in row]
-    assert b"[1.0,1,100.0,-0.0,0.1]" in line
+    assert b"[1.0,1,100.0,0,0.1]" in line
     assert line.decode().startswith('{"example_id":"s1","gold_calls":[{"arguments":')
 
 
@@ -370,7 +370,7 @@ def test_query_digests(query: str, prefix: str) -> None:
 
 def test_shuffle_vectors() -> None:
     def order(count: int, seed: int) -> list[int]:
-        return split_pool(range(count), {"train": count}, seed)[0]["train"]
+        return split_pool([Member(row) for row in range(count)], {"train": count}, seed, DataConfig())["train"]
 
     assert order(10, 0) == [7, 8, 1, 5, 3, 4, 2, 0, 9, 6]
     assert order(10, 7) == [8, 3, 1, 4, 7, 0, 9, 6, 2, 5]
@@ -385,10 +385,11 @@ def test_sizes_move_borders_and_never_the_order(count: int, seed: int, data: st.
     train = data.draw(st.integers(1, count - 2))
     validation = data.draw(st.integers(1, count - train - 1))
     test = data.draw(st.integers(1, count - train - validation))
-    splits, unused = split_pool(range(count), {"train": train, "validation": validation, "test": test}, seed)
+    pool = [Member(row) for row in range(count)]
+    splits = split_pool(pool, {"train": train, "validation": validation, "test": test}, seed, DataConfig())
     whole = list(range(count))
     random.Random(seed).shuffle(whole)
-    assert splits["train"] + splits["validation"] + splits["test"] + unused == whole
+    assert splits["train"] + splits["validation"] + splits["test"] == whole[: train + validation + test]
     assert [len(splits[name]) for name in SPLITS] == [train, validation, test]
 
 
@@ -475,6 +476,7 @@ def test_the_drop_summary_on_disk(run_prepare: Prepare, run_dir: Path) -> None:
             "invalid_row_json",
             "row_not_object",
             "unknown_schema",
+            "not_single_turn",
             "missing_field",
             "invalid_example_id",
             "duplicate_example_id",

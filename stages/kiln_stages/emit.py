@@ -1,0 +1,114 @@
+"""The second pass of prepare: chosen rows read again by place and written in the order of the splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kiln_cli.files import AtomicFile
+from kiln_cli.identity import canonical_json, canonical_parsed
+from kiln_cli.lines import BOM, TRIMMED
+from kiln_cli.manifests import reference
+from kiln_cli.receipts import FileRef
+from kiln_cli.records import PREPARED_SCHEMA, Record
+from kiln_cli.terminal import Task
+from kiln_stages.pool import Pool
+from kiln_stages.screening import raw_sha256
+from kiln_stages.survey import OpenSource, Survey, read_text
+from kiln_stages.workers import Workers
+
+BATCH_ROWS = 500
+
+
+class Chosen(NamedTuple):
+    """A row that goes into a split: its place, its id, and the id of its root row if it is a pair."""
+
+    source: int
+    row: int
+    offset: int
+    length: int
+    example_id: str
+    root_id: str | None
+
+
+class Batch(NamedTuple):
+    """Rows to be written one behind the other. ``revisions`` has one text a source."""
+
+    split: str
+    rows: tuple[Chosen, ...]
+    revisions: tuple[str, ...]
+
+
+def write_split(
+    out: Path, split: str, rows: list[Chosen], revisions: tuple[str, ...], workers: Workers, task: Task
+) -> FileRef:
+    """Writes one split file; its bytes do not depend on the number of workers."""
+    batches = (Batch(split, tuple(rows[i : i + BATCH_ROWS]), revisions) for i in range(0, len(rows), BATCH_ROWS))
+    with AtomicFile(out / "data" / f"{split}.jsonl") as target:
+        for batch, lines in zip(_sizes(len(rows)), workers.map(encode_batch, batches), strict=True):
+            target.write(lines)
+            task.advance(batch)
+    return reference(target, out, "dataset_split", schema=PREPARED_SCHEMA, rows=len(rows))
+
+
+def encode_batch(sources: list[OpenSource], batch: Batch) -> bytes:
+    """The lines of a batch: each row parsed again, as a typed example in canonical form."""
+    return b"".join(_encode(sources[row.source], row, batch) + b"\n" for row in batch.rows)
+
+
+def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey: Survey, pool: Pool) -> int:
+    """A line of ``rejected.jsonl`` for each dropped row, in row order; returns how many."""
+    names = list(source.reasons)
+    columns = survey.frame.select("row", "line", "offset", "length", "reason", "example_id")
+    final, places = pool.reasons_by_row(), source.plain.places
+    screened = iter(survey.dropped)
+    count = 0
+    for row, line, offset, length, reason, example_id in columns.iter_rows():
+        known = next(screened) if reason >= 0 else None
+        if final[row] < 0:
+            continue
+        later = pool.later.get(row)
+        if later is None and known is not None:
+            detail, pointer, sha256 = known
+        else:
+            detail, pointer = (later.detail, later.pointer) if later is not None else ("", "")
+            sha256 = known[2] if known is not None else raw_sha256(_record(source, offset, length))
+        if places is not None:
+            line, offset, length = places.line[row], places.offset[row], places.length[row]
+        target.write(
+            canonical_json(
+                {
+                    "detail": detail,
+                    "example_id": example_id,
+                    "language": language,
+                    "length": length,
+                    "line": line,
+                    "offset": offset,
+                    "pointer": pointer,
+                    "reason": names[final[row]],
+                    "row_index": row + 1,
+                    "row_sha256": sha256,
+                }
+            )
+            + b"\n"
+        )
+        count += 1
+    return count
+
+
+def _encode(source: OpenSource, row: Chosen, batch: Batch) -> bytes:
+    record = _record(source, row.offset, row.length)
+    revision = batch.revisions[row.source]
+    return canonical_parsed(source.screen.example(record, row.example_id, row.root_id, batch.split, revision))
+
+
+def _record(source: OpenSource, offset: int, length: int) -> Record:
+    raw = read_text(source.plain.stream, offset, length)
+    text = (raw.removeprefix(BOM) if offset == 0 else raw).strip(TRIMMED)
+    return Record(row_index=0, line=0, offset=offset, length=length, text=text, element=source.plain.elements)
+
+
+def _sizes(rows: int) -> Iterator[int]:
+    for start in range(0, rows, BATCH_ROWS):
+        yield min(BATCH_ROWS, rows - start)

@@ -1,0 +1,130 @@
+"""What a training left under ``train/``, against its receipt: the adapter, the loss log, and every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kiln_cli import strict_json
+from kiln_cli.files import hash_file, read_bounded
+from kiln_cli.receipts import CheckpointRef, TrainReceipt
+from kiln_cli.text import printable
+from kiln_stages.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
+from kiln_stages.checkpoint_manifest import differences
+from kiln_stages.claims import Claim, check_file, claim, compare, differ, require
+from kiln_stages.metrics import Step, loss_log_sha256, read_steps
+from kiln_stages.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, LOSS_LOG, binding
+from kiln_stages.tensors import adapter_content_sha256, read_tensors
+
+ADAPTER_LIMIT = 1 << 40
+DOCUMENT_LIMIT = 1 << 24
+
+
+def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
+    for ref in receipt.outputs:
+        yield claim(f"{printable(ref.path)} has its digest", partial(check_file, ref, run / ref.path))
+    yield claim("adapter tensors have their content digest", partial(_check_adapter, run, receipt))
+    yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
+    yield claim("the loss log is the one of the receipt", partial(_check_loss_log, run, receipt))
+    yield claim("train/training.json began this training", partial(_check_training, run, receipt))
+    yield claim("no other checkpoint lies in train/", partial(_check_no_others, run, receipt))
+    for checkpoint in receipt.checkpoints:
+        yield from _checkpoint_claims(run, receipt, checkpoint)
+
+
+def _checkpoint_claims(run: Path, receipt: TrainReceipt, checkpoint: CheckpointRef) -> Iterator[Claim]:
+    name = printable(checkpoint.name)
+    if NAME.match(checkpoint.name) is None:  # a path, perhaps
+        yield Claim(f"{name} is a checkpoint", "fails", "it is no name of a checkpoint")
+        return
+    path = run / "train" / checkpoint.name
+    yield claim(f"{name} is the published one", partial(_check_published, path, checkpoint))
+    yield claim(
+        f"{name} holds the files of its manifest and the losses of the loss log", partial(_check_files, run, path)
+    )
+    yield claim(f"{name} is bound to what the receipt says", partial(_check_bound, path, receipt))
+
+
+def _check_adapter(run: Path, receipt: TrainReceipt) -> str:
+    output: dict[str, Any] = receipt.adapters["output"] or {}
+    path = require(run / ADAPTER_MODEL)
+    found = adapter_content_sha256(read_tensors(read_bounded(path, ADAPTER_LIMIT), path.name))
+    return differ("content_sha256", found, output.get("content_sha256"))
+
+
+def _check_adapter_config(run: Path, receipt: TrainReceipt) -> str:
+    parameters = receipt.hyperparameters
+    expected = {
+        "base_model_name_or_path": receipt.model["id"],
+        "lora_alpha": parameters["alpha"],
+        "r": parameters["rank"],
+        "target_modules": parameters["target_modules"],
+    }
+    found = _read_object(run / ADAPTER_CONFIG)
+    return compare("adapter_config", {key: found.get(key) for key in expected}, expected)
+
+
+def _check_loss_log(run: Path, receipt: TrainReceipt) -> str:
+    steps = read_steps(require(run / LOSS_LOG))
+    last = steps[-1].step if steps else 0
+    gap = next((place for place, step in enumerate(steps, start=1) if step.step != place), None)
+    faults = [
+        differ("sha256", loss_log_sha256(steps), receipt.loss_log_sha256),
+        differ("last step", last, receipt.steps),
+        "" if gap is None else f"line {gap} is of step {steps[gap - 1].step}, expected {gap}",
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_training(run: Path, receipt: TrainReceipt) -> str:
+    found, held = _read_object(run / "train" / "training.json"), receipt.held_out
+    before = found["held_out_before"]
+    expected = {
+        "adapter": receipt.adapter_name,
+        "config_sha256": receipt.config_sha256,
+        "corpus_sha256": receipt.previous.content_sha256,
+        "schema": "kiln.training.v1",
+        # rows, supervised tokens, the mean over rows (which the receipt leaves out), the mean over tokens
+        "held_out_before": held and [held.rows, held.supervised_tokens, before and before[2], held.loss_before],
+    }
+    return compare("training", found, expected)
+
+
+def _check_no_others(run: Path, receipt: TrainReceipt) -> str:
+    named = {checkpoint.name for checkpoint in receipt.checkpoints}
+    others = [path.name for _, path in list_checkpoints(require(run / "train")) if path.name not in named]
+    return f"the receipt does not name {printable(', '.join(others))}" if others else ""
+
+
+def _check_published(path: Path, checkpoint: CheckpointRef) -> str:
+    return differ("sha256", hash_file(require(path / MANIFEST))[0], checkpoint.manifest_sha256)
+
+
+def _check_files(run: Path, path: Path) -> str:
+    """Exact set, sizes, digests, tensors and loop state; then the loop state's losses against the log's."""
+    history = load_checkpoint(require(path)).loop.loss_history
+    log = read_steps(require(run / LOSS_LOG))[: len(history)]
+    if log == [Step(step, loss) for step, loss in enumerate(history, start=1)]:
+        return ""
+    pairs = zip(history, log, strict=False)
+    place = next((place for place, (loss, step) in enumerate(pairs) if loss != step.loss), len(log))
+    there = log[place].loss if place < len(log) else "not there"
+    return f"step {place + 1} has loss {history[place]}, in the loss log it is {there}"
+
+
+def _check_bound(path: Path, receipt: TrainReceipt) -> str:
+    found = differences(binding(receipt), read_checkpoint_manifest(require(path))[0])
+    return "; ".join(
+        f"{printable(what)} is {printable(there)}, the receipt says {printable(here)}" for what, there, here in found
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return strict_json.parse_object(read_bounded(require(path), DOCUMENT_LIMIT))
+    except strict_json.JsonFault as fault:
+        raise msgspec.ValidationError(fault.detail) from None

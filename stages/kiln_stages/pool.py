@@ -1,0 +1,125 @@
+"""The global steps over the narrow table: who has an id, and which row of several equal ones stays.
+
+Everything is decided by row order, the earliest row first; row bodies are never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kiln_cli.config import DataConfig
+from kiln_cli.extensions import DropReason
+from kiln_stages.survey import VALID
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+class Later(NamedTuple):
+    """Why a row that screening found valid is dropped all the same."""
+
+    reason: int
+    detail: str
+    pointer: str
+
+
+class Pool:
+    """The rows of one source under the reasons that look beyond one row.
+
+    ``later`` holds what these steps drop, by row. ``valid_rows`` counts the rows before duplicates were dropped.
+    """
+
+    def __init__(self, frame: pl.DataFrame, reasons: Iterable[DropReason], limits: DataConfig) -> None:
+        self.frame = frame
+        self.later: dict[int, Later] = {}
+        self.valid_rows = 0
+        self._reasons = list(reasons)
+        self._limits = limits
+
+    def claim_ids(self, taken: set[str]) -> None:
+        """The first object with an id has it, kept or not; ``taken`` are ids of the sources before, and grows."""
+        import polars as pl
+
+        number = self._index("duplicate_example_id")
+        named = self.frame.filter(pl.col("example_id").is_not_null())
+        repeated = ~named["example_id"].is_first_distinct()
+        if taken:
+            repeated |= named["example_id"].is_in(list(taken))
+        # A fault that comes before in the declared order stays the row's reason.
+        open_to_it = (named["reason"] == VALID) | (named["reason"] > number)
+        for row, name in named.filter(repeated & open_to_it).select("row", "example_id").iter_rows():
+            self.later[row] = self._later(number, f"id {name!r} stands in an earlier row")
+        taken.update(named["example_id"].to_list())
+        self._apply()
+        self.valid_rows = int((self.frame["reason"] == VALID).sum())
+
+    def drop_duplicates(self, without: frozenset[str] = frozenset()) -> None:
+        """Each pool reason in order, but for those named in ``without``."""
+        pool_reasons = [reason for reason in self._reasons if reason.scope == "pool"]
+        for column, reason in enumerate(pool_reasons):
+            if reason.name not in without:
+                self._drop_repeats(reason, f"key {column}")
+
+    def drop(self, row: int, reason: str, detail: str) -> None:
+        """For steps that go row by row (pairing); takes effect with :meth:`left`."""
+        self.later[row] = self._later(self._index(reason), detail)
+
+    def left(self) -> pl.DataFrame:
+        """The rows that no reason drops, in row order."""
+        import polars as pl
+
+        self._apply()
+        return self.frame.filter(pl.col("reason") == VALID)
+
+    def reasons_by_row(self) -> list[int]:
+        """The final reason of each row as an index into the declared ones, VALID for rows that are left."""
+        self._apply()
+        return self.frame["reason"].to_list()
+
+    def counts(self) -> dict[str, int]:
+        """Rows by reason, zeroes included."""
+        self._apply()
+        found = dict(self.frame["reason"].value_counts().iter_rows())
+        return {reason.name: int(found.get(number, 0)) for number, reason in enumerate(self._reasons)}
+
+    def _drop_repeats(self, reason: DropReason, column: str) -> None:
+        number = self._index(reason.name)
+        left = self.left()
+        rows, keys = left["row"], left[column]
+        if reason.match is not None:
+            order = rows.to_list()
+            pairs = [(order[dropped], order[first]) for dropped, first in reason.match(keys.to_list(), self._limits)]
+        else:
+            pairs = _repeats(rows, keys)
+        for row, first in pairs:
+            self.later[row] = self._later(number, f"row {first + 1} has the same key")
+
+    def _apply(self) -> None:
+        """Writes the later drops into the table."""
+        import polars as pl
+
+        if not self.later:
+            return
+        rows = list(self.later)
+        reasons = [self.later[row].reason for row in rows]
+        later = pl.DataFrame({"row": rows, "later": reasons}, schema={"row": pl.Int64, "later": pl.Int16})
+        joined = self.frame.join(later, on="row", how="left", maintain_order="left")
+        self.frame = joined.with_columns(reason=pl.coalesce("later", "reason")).drop("later")
+
+    def _later(self, number: int, detail: str) -> Later:
+        return Later(number, detail, self._reasons[number].pointer)
+
+    def _index(self, name: str) -> int:
+        return next(number for number, reason in enumerate(self._reasons) if reason.name == name)
+
+
+def _repeats(rows: pl.Series, keys: pl.Series) -> list[tuple[int, int]]:
+    """(row, first row of the same key) for each row whose key stands before it."""
+    import polars as pl
+
+    frame = pl.DataFrame({"row": rows, "key": keys})
+    first = keys.is_first_distinct()
+    repeated = frame.filter(~first)
+    joined = repeated.join(frame.filter(first).rename({"row": "first"}), on="key", maintain_order="left")
+    return list(joined.select("row", "first").iter_rows())

@@ -1,0 +1,306 @@
+"""What a train receipt says, against itself: digests, sums, and every value that follows from another one in it.
+
+No file is read here. :func:`binding` is the receipt in the form that checkpoints are compared in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kiln_cli.config import TRAIN_SECTIONS, RunConfig, TrainConfig
+from kiln_cli.identity import Domain, domain_json_sha256
+from kiln_cli.manifests import MANIFEST_NAMES
+from kiln_cli.plugins import DISTRIBUTION
+from kiln_cli.receipts import TrainReceipt
+from kiln_cli.text import printable
+from kiln_stages.checkpoint import checkpoint_name
+from kiln_stages.checkpoint_manifest import (
+    ABSENT,
+    SOURCE_KIND,
+    Binding,
+    DataPart,
+    PrecisionPolicy,
+    RngStream,
+    flatten,
+)
+from kiln_stages.claims import Claim, claim, compare, differ
+from kiln_stages.loop_state import STATE_TYPE
+from kiln_stages.tensors import Shard, base_model_sha256
+
+ADAPTER_CONFIG = "train/adapter/adapter_config.json"
+ADAPTER_MODEL = "train/adapter/adapter_model.safetensors"
+LOSS_LOG = "train/metrics.jsonl"
+OUTPUTS = {ADAPTER_CONFIG: "adapter_config", ADAPTER_MODEL: "adapter_parameters", LOSS_LOG: "metrics"}
+MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and the weight decay times it
+BESIDE_EXECUTION = ("head_probe", "loss_route", "precision")  # in the receipt's execution; apart in a checkpoint
+
+
+def receipt_claims(receipt: TrainReceipt) -> Iterator[Claim]:
+    for name, check in CHECKS:
+        yield claim(name, partial(check, receipt))
+
+
+def run_config(receipt: TrainReceipt) -> RunConfig:
+    """The receipt's settings as a config. Raises msgspec.ValidationError."""
+    return msgspec.convert(receipt.config, RunConfig)
+
+
+def binding(receipt: TrainReceipt) -> Binding:
+    """What a checkpoint of this training is bound to, derived a second time, from the receipt alone."""
+    config, ingestion = run_config(receipt).train, receipt.data.sft_ingestion
+    parameters, execution = receipt.hyperparameters, receipt.execution
+    optimizer = {"kind": config.optimizer.kind, **config.optimizer.resolved()}
+    seed = str(parameters["seed"])
+    return Binding(
+        adapter_name=receipt.adapter_name,
+        effective_config=receipt.config["train"] | {"learning_rate": config.rate, "optimizer": optimizer, "seed": seed},
+        precision_policy=msgspec.convert(execution["precision"], PrecisionPolicy),
+        data=DataPart(
+            source_kind=SOURCE_KIND,
+            content_sha256=ingestion.kept_corpus_sha256.removeprefix("sha256:"),
+            item_count=ingestion.rows_kept,
+        ),
+        total_steps=receipt.steps,
+        optimizer_kind=parameters["optimizer"]["kind"],
+        optimizer_hyperparameters=parameters["optimizer"]["effective"],
+        scheduler_state={
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": "none",
+            "learning_rate": config.rate,
+            "microbatch_conversations": 1,
+            "profile": config.profile,
+            "warmup_steps": 0,
+        },
+        rng_streams={
+            "epoch-order": RngStream(algorithm=parameters["shuffle"], seed=seed, position=0),
+            "lora-init": RngStream(algorithm=parameters["init"], seed=seed, position=0),
+        },
+        auxiliary_state={
+            "admit_content_sha256": receipt.previous.content_sha256,
+            "base_model_id": receipt.model["id"],
+            "base_model_weights_sha256": receipt.model["base_weight_shards"]["sha256"],
+            "execution": {key: value for key, value in execution.items() if key not in BESIDE_EXECUTION},
+            "head_probe": {key: execution["head_probe"][key] for key in ("bound", "exact")},
+            "ingestion_receipt_sha256": ingestion.identity(),
+            "kiln_train_version": receipt.kiln["package_version"],
+            "loop_state_type": STATE_TYPE,
+            "lora": {key: parameters[key] for key in ("alpha", "rank", "target_modules")},
+            "model_config_sha256": receipt.model["config_sha256"],
+            "plugins": {plugin.distribution: plugin.version for plugin in receipt.plugins},
+            "template": receipt.tokenizer["template"],
+            "tokenizer": receipt.tokenizer["files"],
+        },
+    )
+
+
+def _check_whole_digest(receipt: TrainReceipt) -> str:
+    return differ("receipt_sha256", receipt.receipt_sha256, receipt.whole_digest())
+
+
+def _check_content_digest(receipt: TrainReceipt) -> str:
+    return differ("content_sha256", receipt.content_sha256, receipt.content_digest())
+
+
+def _check_status(receipt: TrainReceipt) -> str:
+    failed, has_reason = receipt.status == "failed", bool(receipt.failure_reason)
+    if failed == has_reason and (failed or receipt.failure_message is None):
+        return ""
+    reason = f"failure_reason is {receipt.failure_reason!r}, failure_message {receipt.failure_message!r}"
+    return f"status is {receipt.status}, {printable(reason)}"
+
+
+def _check_ingestion(receipt: TrainReceipt) -> str:
+    return printable("; ".join(receipt.data.sft_ingestion.faults()))
+
+
+def _check_binding(receipt: TrainReceipt) -> str:
+    ingestion = receipt.data.sft_ingestion
+    locator = ingestion.source_locator if isinstance(ingestion.source_locator, str) else None
+    found = {
+        "config.admit.invalid_row_policy": run_config(receipt).admit.invalid_row_policy,
+        "data.examples_filtered": receipt.data.examples_filtered,
+        "data.examples_read": receipt.data.examples_read,
+        "training_data": receipt.training_data,
+    }
+    expected = {
+        "config.admit.invalid_row_policy": ingestion.invalid_row_policy,
+        "data.examples_filtered": ingestion.rows_rejected,
+        "data.examples_read": ingestion.rows_read,
+        "training_data": {"path": locator, "sha256": ingestion.kept_corpus_sha256, "source": ingestion.source},
+    }
+    return "; ".join(filter(None, (compare(name, found[name], expected[name]) for name in found)))
+
+
+def _check_counts(receipt: TrainReceipt) -> str:
+    if receipt.status == "failed":
+        return ""
+    expected = receipt.data.sft_ingestion.rows_kept * run_config(receipt).train.epochs
+    faults = [
+        differ("data.examples_trained", receipt.data.examples_trained, expected),
+        differ("steps", receipt.steps, expected),
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_config(receipt: TrainReceipt) -> str:
+    config = run_config(receipt)
+    sections = (config, config.project, config.data, config.train, config.train.optimizer)
+    faults = [printable(fault.text) for section in sections for fault in section.faults()]
+    sound = dict(flatten("config", msgspec.to_builtins(config)))
+    faults += [
+        differ(printable(name), text, sound.get(name, ABSENT)) for name, text in flatten("config", receipt.config)
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_config_digest(receipt: TrainReceipt) -> str:
+    found = domain_json_sha256(Domain.CONFIG, {name: receipt.config[name] for name in TRAIN_SECTIONS})
+    return differ("config_sha256", receipt.config_sha256, found)
+
+
+def _check_hyperparameters(receipt: TrainReceipt) -> str:
+    """All but the target layers and torch's own defaults follow from the config."""
+    config, found = run_config(receipt), receipt.hyperparameters
+    train = config.train
+    effective = found["optimizer"]["effective"]
+    targets = found["target_modules"]
+    expected = {
+        "alpha": train.lora_alpha,
+        "alpha_over_rank": train.lora_alpha / train.lora_rank,
+        "epochs": train.epochs,
+        "init": Domain.LORA_INIT.value,
+        "learning_rate": train.rate,
+        "loss": train.loss,
+        "mode": "sft",
+        "optimizer": {"effective": effective | _handed_to_torch(train), "kind": train.optimizer.kind},
+        "profile": train.profile,
+        "rank": train.lora_rank,
+        "seed": str(config.project.seed),
+        "shuffle": Domain.EPOCH_ORDER.value,
+        "target_modules": targets if train.target_modules is None else sorted(set(train.target_modules)),
+    }
+    return compare("hyperparameters", found, expected)
+
+
+def _handed_to_torch(config: TrainConfig) -> dict[str, Any]:
+    """The config's own hyper-parameters under the names of torch's optimizer, as far as they decide what it does."""
+    given, rate = config.optimizer.resolved(), config.rate
+    if config.optimizer.kind == "muon":
+        return {
+            "lr": rate / MUON_RMS,
+            "momentum": given["momentum"],
+            "nesterov": given["nesterov"],
+            "ns_steps": given["ns_iters"],
+            "weight_decay": given["weight_decay"] * MUON_RMS,
+        }
+    if config.optimizer.kind == "adam_w":
+        betas = [given["beta1"], given["beta2"]]
+        return {"betas": betas, "eps": given["eps"], "lr": rate, "weight_decay": given["weight_decay"]}
+    return {"lr": rate}
+
+
+def _check_names(receipt: TrainReceipt) -> str:
+    config = run_config(receipt)
+    base = receipt.model["base_weight_shards"]["sha256"]
+    faults = [
+        differ("adapter_name", receipt.adapter_name, config.train.adapter),
+        differ("model.id", receipt.model["id"], config.model.id or base),
+        differ("model.path", receipt.model["path"], config.model.path),
+        differ("previous.path", receipt.previous.path, MANIFEST_NAMES["admit"]),
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_execution(receipt: TrainReceipt) -> str:
+    train, found = run_config(receipt).train, receipt.execution
+    kinds = ("activation_dtype", "gradient_dtype", "optimizer_state_dtype", "parameter_dtype")
+    expected: dict[str, Any] = {
+        "device": train.device,
+        "dtype": train.dtype,
+        "loss_route": "supervised_positions",
+        "precision": {**dict.fromkeys(kinds, train.dtype), "stochastic_rounding": {"enabled": False}},
+    }
+    if train.threads is not None:
+        expected["threads_intra_op"] = train.threads
+    return compare("execution", {key: found.get(key) for key in expected}, expected)
+
+
+def _check_kiln(receipt: TrainReceipt) -> str:
+    names = [plugin.distribution for plugin in receipt.plugins]
+    versions = {plugin.distribution: plugin.version for plugin in receipt.plugins}
+    losses = [name for plugin in receipt.plugins for name in plugin.losses]
+    loss = receipt.hyperparameters["loss"]
+    faults = [
+        compare("kiln", receipt.kiln, {"distribution": DISTRIBUTION, "package_version": versions.get(DISTRIBUTION)}),
+        differ("order of plugins", names, sorted(set(names))),
+        "" if loss in losses else f"loss is {printable(loss)}, the plugins have {printable(losses)}",
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_base_weights(receipt: TrainReceipt) -> str:
+    found = receipt.model["base_weight_shards"]
+    shards = {item["filename"]: Shard(**item) for item in found["shards"]}
+    ordered = [shards[name] for name in sorted(shards)]
+    expected = {
+        "schema": "kiln.base-weight-shards.v1",
+        "sha256": base_model_sha256(ordered),
+        "shards": [shard._asdict() for shard in ordered],
+        "total_bytes": sum(shard.size_bytes for shard in ordered),
+    }
+    return compare("model.base_weight_shards", found, expected)
+
+
+def _check_outputs(receipt: TrainReceipt) -> str:
+    """The adapter's two files and the loss log, no more and no less, and the same adapter under ``adapters``."""
+    if receipt.status == "failed":
+        return ""
+    if text := differ("outputs", [ref.path for ref in receipt.outputs], list(OUTPUTS)):
+        return text
+    files = {ref.path: ref for ref in receipt.outputs}
+    steps = {LOSS_LOG: receipt.steps}
+    shape = {path: [ref.base, ref.kind, ref.schema, ref.rows] for path, ref in files.items()}
+    output = {
+        "adapter_model_bytes": files[ADAPTER_MODEL].bytes,
+        "adapter_model_sha256": files[ADAPTER_MODEL].sha256,
+        "content_sha256": (receipt.adapters["output"] or {}).get("content_sha256"),
+        "path": ADAPTER_MODEL.rpartition("/")[0],
+    }
+    faults = [
+        compare("outputs", shape, {path: ["run", kind, None, steps.get(path)] for path, kind in OUTPUTS.items()}),
+        compare("adapters", receipt.adapters, {"base": None, "output": output}),
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_checkpoints(receipt: TrainReceipt) -> str:
+    steps = [checkpoint.step for checkpoint in receipt.checkpoints]
+    faults = [
+        differ(f"name of step {each.step}", each.name, checkpoint_name(receipt.adapter_name, each.step))
+        for each in receipt.checkpoints
+    ]
+    faults.append(differ("steps", steps, [step for step in sorted(set(steps)) if 0 < step < receipt.steps]))
+    return "; ".join(filter(None, faults))
+
+
+CHECKS: tuple[tuple[str, Callable[[TrainReceipt], str]], ...] = (
+    ("receipt_sha256 covers the receipt", _check_whole_digest),
+    ("content_sha256 covers what is compared", _check_content_digest),
+    ("status and failure fields agree", _check_status),
+    ("the ingestion receipt is sound", _check_ingestion),
+    ("the receipt is bound to its ingestion", _check_binding),
+    ("examples and steps add up", _check_counts),
+    ("the receipt's config is sound and has no unknown key", _check_config),
+    ("config_sha256 covers the receipt's config", _check_config_digest),
+    ("hyperparameters are those of the config", _check_hyperparameters),
+    ("adapter and model are named as in the config", _check_names),
+    ("device, precision and threads are those of the config", _check_execution),
+    ("kiln and the loss come from the receipt's plugins", _check_kiln),
+    ("the base weights' digest and size follow from their shards", _check_base_weights),
+    ("outputs are the adapter's two files and the loss log", _check_outputs),
+    ("checkpoints are named by adapter and step", _check_checkpoints),
+)
