@@ -14,7 +14,7 @@ CUT := runs/demo-resumed
 KILL_AFTER := 40
 
 .DELETE_ON_ERROR:
-.PHONY: run test check docs clean install fetch
+.PHONY: run test check bench docs clean install fetch
 
 run: $(RUN)/verified $(CUT)/verified
 	$(KILN) report $(RUN) --against $(CUT)
@@ -56,7 +56,11 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy fixtures/_download.py fixtures/fetch_model.py fixtures/fetch_rows.py fixtures/kill_training.py
+	$(BIN)/mypy fixtures/_download.py fixtures/fetch_model.py fixtures/fetch_rows.py fixtures/kill_training.py \
+	    bench/run.py bench/plain_prepare.py docs/generate.py
+
+bench: $(VENV)/.installed fetch
+	$(BIN)/python bench/run.py
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py

@@ -115,7 +115,9 @@ def prepare(path: Path, out: Path) -> dict[str, int]:
             text = raw.strip(b" \t\n\x0c\r")
             if not text:
                 continue
-            reason, tools, calls, query, name = None, None, None, "", None
+            tools: Any = None
+            calls: Any = None
+            reason, query, name = None, "", None
             try:
                 row = parse(text.decode("utf-8"))
             except UnicodeDecodeError:

@@ -96,7 +96,7 @@ class _Lines:
     def __init__(self, label: str, total: int | None, unit: str) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._done = 0
-        self._last = time.monotonic()
+        self._last = self._started = time.monotonic()
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self._done += count
@@ -104,19 +104,27 @@ class _Lines:
         if now - self._last >= LINE_EVERY_SECONDS:
             self._last = now
             of = f" of {self._total}" if self._total is not None else ""
-            sys.stderr.write(printable(f"{self._label}: {self._done}{of} {self._unit}  {note}".rstrip()) + "\n")
+            rate = f"{self._done / (now - self._started):,.1f} {self._unit}/s"
+            sys.stderr.write(printable(f"{self._label}: {self._done}{of} {self._unit}, {rate}  {note}".rstrip()) + "\n")
 
 
 @contextmanager
 def _bar(label: str, total: int | None, unit: str) -> Iterator[Task]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Task as RichTask
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: RichTask) -> Text:
+            return Text(f"{task.speed:,.1f} {unit}/s" if task.speed else "")
 
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TextColumn(unit, markup=False),
+        Rate(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )

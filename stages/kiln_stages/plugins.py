@@ -26,7 +26,7 @@ def run(plugins: Plugins) -> list[dict[str, str]]:
         {
             "kind": registry.kind,
             "name": value.name,
-            "doc": value.doc,
+            "doc": f"{value.doc} (opt-in)" if getattr(value, "opt_in", False) else value.doc,
             "distribution": str(registry.owner(value.name)),
         }
         for registry in (plugins.sources, plugins.templates, plugins.losses, plugins.drop_reasons)

@@ -48,6 +48,8 @@ class Workers:
             _shared = self._shared
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self._count, mp_context=context, initializer=_start)
+            # The first task forks all workers: now, before this process has other threads (a progress bar's, say).
+            self._pool.submit(os.getpid).result()
         return self
 
     def __exit__(self, *_: object) -> None:
