@@ -175,7 +175,10 @@ class LanguageDrops(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KilnDrops(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Beside the sixteen: faults of lines, reasons of plugins, and the account rows_read = kept + dropped + unused."""
+    """Beside the sixteen: faults of lines, reasons of plugins, and the account rows_read = kept + dropped + unused.
+
+    ``lost_keys``: keys of tools and calls that an example does not hold, by kept rows that had them.
+    """
 
     counts: dict[str, int]
     rows_read: int
@@ -184,6 +187,7 @@ class KilnDrops(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     unused: int
     blank_lines: int
     byte_order_marks: int
+    lost_keys: dict[str, int] = {}
 
 
 class DropSummary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from kiln_cli.files import AtomicFile
 from kiln_cli.identity import canonical_json, canonical_parsed
 from kiln_cli.lines import BOM, TRIMMED
-from kiln_cli.manifests import reference
-from kiln_cli.receipts import FileRef
-from kiln_cli.records import PREPARED_SCHEMA, Record
+from kiln_cli.records import Record
 from kiln_cli.terminal import Task
 from kiln_stages.pool import Pool
 from kiln_stages.screening import raw_sha256
@@ -41,20 +39,33 @@ class Batch(NamedTuple):
 
 
 def write_split(
-    out: Path, split: str, rows: list[Chosen], revisions: tuple[str, ...], workers: Workers, task: Task
-) -> FileRef:
-    """Writes one split file; its bytes do not depend on the number of workers."""
+    target: AtomicFile, split: str, rows: list[Chosen], revisions: tuple[str, ...], workers: Workers, task: Task
+) -> list[Counter[str]]:
+    """Writes one split's rows; the bytes do not depend on the number of workers.
+
+    Returns, for each source, the keys of tools and calls that an example does not hold, by rows that had them.
+    """
     batches = (Batch(split, tuple(rows[i : i + BATCH_ROWS]), revisions) for i in range(0, len(rows), BATCH_ROWS))
-    with AtomicFile(out / "data" / f"{split}.jsonl") as target:
-        for batch, lines in zip(_sizes(len(rows)), workers.map(encode_batch, batches), strict=True):
-            target.write(lines)
-            task.advance(batch)
-    return reference(target, out, "dataset_split", schema=PREPARED_SCHEMA, rows=len(rows))
+    lost: list[Counter[str]] = [Counter() for _ in revisions]
+    for size, (lines, keys) in zip(_sizes(len(rows)), workers.map(encode_batch, batches), strict=True):
+        target.write(lines)
+        for source, name in keys:
+            lost[source][name] += 1
+        task.advance(size)
+    return lost
 
 
-def encode_batch(sources: list[OpenSource], batch: Batch) -> bytes:
-    """The lines of a batch: each row parsed again, as a typed example in canonical form."""
-    return b"".join(_encode(sources[row.source], row, batch) + b"\n" for row in batch.rows)
+def encode_batch(sources: list[OpenSource], batch: Batch) -> tuple[bytes, list[tuple[int, str]]]:
+    """The lines of a batch, each row parsed again as a typed example; and (source, key) for each lost key."""
+    lines = []
+    lost: list[tuple[int, str]] = []
+    for row in batch.rows:
+        source = sources[row.source]
+        record = _record(source, row.offset, row.length)
+        made = source.screen.example(record, row.example_id, row.root_id, batch.split, batch.revisions[row.source])
+        lines.append(canonical_parsed(made.example) + b"\n")
+        lost.extend((row.source, name) for name in made.lost_keys)
+    return b"".join(lines), lost
 
 
 def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey: Survey, pool: Pool) -> int:
@@ -95,12 +106,6 @@ def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey
         )
         count += 1
     return count
-
-
-def _encode(source: OpenSource, row: Chosen, batch: Batch) -> bytes:
-    record = _record(source, row.offset, row.length)
-    revision = batch.revisions[row.source]
-    return canonical_parsed(source.screen.example(record, row.example_id, row.root_id, batch.split, revision))
 
 
 def _record(source: OpenSource, offset: int, length: int) -> Record:

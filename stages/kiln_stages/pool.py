@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kiln_cli.config import DataConfig
 from kiln_cli.extensions import DropReason
+from kiln_stages.screening import NOT_ITS_FAULT, plugin_failure
 from kiln_stages.survey import VALID
 
 if TYPE_CHECKING:
@@ -89,7 +90,13 @@ class Pool:
         rows, keys = left["row"], left[column]
         if reason.match is not None:
             order = rows.to_list()
-            pairs = [(order[dropped], order[first]) for dropped, first in reason.match(keys.to_list(), self._limits)]
+            try:
+                found = list(reason.match(keys.to_list(), self._limits))
+            except NOT_ITS_FAULT:
+                raise
+            except Exception as error:
+                raise plugin_failure(f"drop reason {reason.name!r}", error) from error
+            pairs = [(order[dropped], order[first]) for dropped, first in found]
         else:
             pairs = _repeats(rows, keys)
         for row, first in pairs:
@@ -121,5 +128,6 @@ def _repeats(rows: pl.Series, keys: pl.Series) -> list[tuple[int, int]]:
     frame = pl.DataFrame({"row": rows, "key": keys})
     first = keys.is_first_distinct()
     repeated = frame.filter(~first)
-    joined = repeated.join(frame.filter(first).rename({"row": "first"}), on="key", maintain_order="left")
+    firsts = frame.filter(first).select("key", first="row")
+    joined = repeated.join(firsts, on="key", maintain_order="left")
     return list(joined.select("row", "first").iter_rows())

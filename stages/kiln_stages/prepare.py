@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from kiln_cli.receipts import (
     LanguageDrops,
     StageManifest,
 )
+from kiln_cli.records import PREPARED_SCHEMA
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.emit import Chosen, write_rejected, write_split
@@ -93,12 +95,8 @@ def run(
         for read in surveys:
             stack.callback(read.dropped.close)
         decided = _decide(config, datasets, surveys, reasons)
-        with progress.task("prepare: writing", sum(map(len, decided.rows.values())), "rows") as task:
-            revisions = tuple(dataset.revision or read.sha256 for dataset, read in zip(datasets, surveys, strict=True))
-            outputs = [write_split(out, name, decided.rows[name], revisions, pools, task) for name in SPLITS]
-        for entry in inputs:
-            entry.require_unchanged()
-        outputs += _write_account(out, datasets, sources, surveys, decided)
+        revisions = tuple(dataset.revision or read.sha256 for dataset, read in zip(datasets, surveys, strict=True))
+        outputs = _write(out, inputs, surveys, decided, revisions, pools, progress)
         manifest = StageManifest(
             stage="prepare",
             kiln_version=version(),
@@ -132,6 +130,7 @@ def account(result: PrepareResult, out: Path) -> str:
         kind = "root" if entry["root"] else "paired"
         why = f"source {entry['source']} ({entry['source_chosen']})"
         lines.append(f"prepare: {language} ({kind}): {why}\n{table(rows)}")
+        lines += [f"  not carried over: {printable(name)}: {count} rows" for name, count in drops.lost_keys.items()]
     state = "unchanged" if result.unchanged else "written"
     return "\n".join([*lines, f"{state}: {printable(out)}/data_manifest.json"])
 
@@ -313,21 +312,42 @@ def _summary(
             unused=unused,
             blank_lines=read.blank_lines,
             byte_order_marks=int(read.had_bom),
+            lost_keys={},
         )
     return summary
 
 
-def _write_account(
-    out: Path, datasets: list[DatasetConfig], sources: list[OpenSource], surveys: list[Survey], decided: Decided
+def _write(
+    out: Path,
+    inputs: list[Input],
+    surveys: list[Survey],
+    decided: Decided,
+    revisions: tuple[str, ...],
+    workers: Workers,
+    progress: Progress,
 ) -> list[FileRef]:
-    count = 0
-    with AtomicFile(out / "data" / "rejected.jsonl") as rejected:
-        for dataset, source, read, pool in zip(datasets, sources, surveys, decided.pools, strict=True):
-            count += write_rejected(rejected, source, dataset.language, read, pool)
-    written = write_file(out / "data" / "drop_summary.json", document(decided.summary))
+    """Everything below ``data/``. No file takes its name before all are written and the inputs found unchanged."""
+    rejected_rows = 0
+    with ExitStack() as files:
+        splits = {name: files.enter_context(AtomicFile(out / "data" / f"{name}.jsonl")) for name in SPLITS}
+        rejected = files.enter_context(AtomicFile(out / "data" / "rejected.jsonl"))
+        with progress.task("prepare: writing", sum(map(len, decided.rows.values())), "rows") as task:
+            for name, target in splits.items():
+                lost = write_split(target, name, decided.rows[name], revisions, workers, task)
+                for entry, keys in zip(inputs, lost, strict=True):
+                    counted = decided.summary.kiln[entry.dataset.language].lost_keys
+                    counted.update(Counter(counted) + keys)
+        for entry, read, pool in zip(inputs, surveys, decided.pools, strict=True):
+            rejected_rows += write_rejected(rejected, entry.source, entry.dataset.language, read, pool)
+            entry.require_unchanged()
+    summary = write_file(out / "data" / "drop_summary.json", document(decided.summary))
     return [
-        reference(rejected, out, "rejected_rows", rows=count),
-        reference(written, out, "drop_summary", schema=DROP_SUMMARY_SCHEMA),
+        *(
+            reference(target, out, "dataset_split", schema=PREPARED_SCHEMA, rows=len(decided.rows[name]))
+            for name, target in splits.items()
+        ),
+        reference(rejected, out, "rejected_rows", rows=rejected_rows),
+        reference(summary, out, "drop_summary", schema=DROP_SUMMARY_SCHEMA),
     ]
 
 

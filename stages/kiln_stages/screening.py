@@ -25,7 +25,7 @@ from kiln_cli.text import printable
 # What stands for the id of a row that brings none, until its place among the rows is known.
 POSITIONAL = ""
 # What the code of a plugin may raise without being at fault.
-_NOT_ITS_FAULT = (KilnError, MemoryError)
+NOT_ITS_FAULT = (KilnError, MemoryError)
 # An index of an array in a JSON pointer (RFC 6901).
 _INDEX = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -54,6 +54,13 @@ class Screened(NamedTuple):
     texts: bytes = b""
     group: str | None = None
     stratum: str | None = None
+
+
+class Made(NamedTuple):
+    """An example, and the keys of its row's tools and calls that it does not hold (``tools[].required``)."""
+
+    example: PreparedExample
+    lost_keys: set[str]
 
 
 class Screen:
@@ -98,7 +105,7 @@ class Screen:
         for reason, check in self._checks:
             try:
                 detail = check(candidate, self._limits)
-            except _NOT_ITS_FAULT:
+            except NOT_ITS_FAULT:
                 raise
             except Exception as error:
                 raise plugin_failure(f"drop reason {reason.name!r}", error) from error
@@ -106,24 +113,24 @@ class Screen:
                 return Screened(example_id, Drop(reason.name, detail, reason.pointer))
         return self._valid(example_id, candidate, value, link)
 
-    def example(
-        self, record: Record, example_id: str, root_id: str | None, split: str, revision: str
-    ) -> PreparedExample:
+    def example(self, record: Record, example_id: str, root_id: str | None, split: str, revision: str) -> Made:
         """The typed example of a row that was screened as valid."""
         row = self._convert(strict_json.parse_again(record.text or b""))
         candidate = Candidate(row, proven=True)
-        return PreparedExample(
+        tools, calls = candidate.tools.value, candidate.answers.value
+        example = PreparedExample(
             example_id=example_id,
             source_id=example_id,
             language=self.dataset.language,
             source_example_id=root_id,
             query=candidate.query,
-            tools=[Tool(t["name"], t["description"], t["parameters"]) for t in candidate.tools.value],
-            gold_calls=[Call(call["name"], call["arguments"]) for call in candidate.answers.value],
+            tools=[Tool(tool["name"], tool["description"], tool["parameters"]) for tool in tools],
+            gold_calls=[Call(call["name"], call["arguments"]) for call in calls],
             split=split,
             query_sha256=candidate.query_sha256,
             source_revision=revision if row.source_revision is None else row.source_revision,
         )
+        return Made(example, _lost_keys("tools", tools, 3) | _lost_keys("answers", calls, 2))
 
     def _valid(self, example_id: str, candidate: Candidate, value: dict[str, Any], link: str | None) -> Screened:
         limits = self._limits
@@ -141,7 +148,7 @@ class Screen:
     def _convert(self, value: dict[str, Any]) -> ToolCallRow:
         try:
             row = self._source.convert(value)
-        except (RowFault, *_NOT_ITS_FAULT):
+        except (RowFault, *NOT_ITS_FAULT):
             raise
         except Exception as error:
             raise plugin_failure(f"source {self._source.name!r}", error) from error
@@ -152,7 +159,7 @@ class Screen:
     def _key(self, reason: DropReason, candidate: Candidate) -> str:
         try:
             return reason.key(candidate) if reason.key is not None else ""
-        except _NOT_ITS_FAULT:
+        except NOT_ITS_FAULT:
             raise
         except Exception as error:
             raise plugin_failure(f"drop reason {reason.name!r}", error) from error
@@ -196,6 +203,17 @@ def plugin_failure(what: str, error: Exception) -> KilnError:
 
 def _drop(fault: RowFault) -> Drop:
     return Drop(fault.reason, fault.detail, fault.pointer, fault.offset)
+
+
+def _lost_keys(field: str, values: list[dict[str, Any]], held: int) -> set[str]:
+    """Keys of tools or calls that an example does not hold; ``held`` is how many it does."""
+    return {
+        f"{field}[].{key}"
+        for value in values
+        if len(value) > held
+        for key in value
+        if key not in ("name", "description", "parameters", "arguments")
+    }
 
 
 def parse_record(record: Record) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import msgspec
 from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import Source
-from kiln_cli.files import hash_file, open_input, writing
+from kiln_cli.files import FS, hash_file, open_input, writing
 from kiln_cli.identity import canonical_json
 from kiln_cli.lines import BOM, LINE_CAP, LineReader
 from kiln_cli.records import Record
@@ -170,7 +170,7 @@ def _spooled(blocks: Iterable[bytes], scratch: Path) -> Iterator[BinaryIO]:
     """A temporary file without a name that holds the blocks, at its start. Raises KilnError KLN402."""
     shown = scratch / "unpacked rows"
     with writing(shown):
-        scratch.mkdir(parents=True, exist_ok=True)
+        FS.make_directory(scratch)
         spool = cast(BinaryIO, tempfile.TemporaryFile(dir=scratch))  # noqa: SIM115
     try:
         for block in blocks:

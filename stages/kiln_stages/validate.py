@@ -2,14 +2,17 @@
 
 Kinds: raw rows (by the rules of prepare), chat rows (``sft``), prepared examples, a config, a manifest, a run.
 Reasons of policy (several calls, a query seen before) are notes: they say what prepare will drop, not what is broken.
+So are oddities that prepare keeps: a query without a visible character or with U+0000, a tool with a blank name.
 """
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 import typer
@@ -20,7 +23,7 @@ from kiln_cli.config import SCHEMA as CONFIG_SCHEMA
 from kiln_cli.config import DataConfig, DatasetConfig, load_config
 from kiln_cli.errors import KilnError, RowFault, not_built
 from kiln_cli.files import open_input, read_bounded
-from kiln_cli.lines import LineReader
+from kiln_cli.lines import BOM, TRIMMED, LineReader
 from kiln_cli.manifests import DOCUMENT_LIMIT, MANIFEST_NAMES, manifest_path
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.receipts import MANIFEST_SCHEMA, RECEIPT_TYPE
@@ -29,15 +32,19 @@ from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admission import chat_rows
 from kiln_stages.claims import Claim, data_claims, file_claims, manifest_claims
-from kiln_stages.screening import Drop, Screen
-from kiln_stages.sources import first_object, json_lines, open_rows
+from kiln_stages.screening import POSITIONAL, Drop, Screen
+from kiln_stages.sources import STDIN, first_object, json_lines, open_rows
+from kiln_stages.survey import read_text
 from kiln_stages.transports import open_plain
 
 Kind = Literal["raw", "sft", "prepared", "config", "manifest"]
 KINDS: tuple[Kind, ...] = ("raw", "sft", "prepared", "config", "manifest")
 # Reasons of policy: the row is sound, prepare will not use it.
 POLICY = ("multi_call_answer", "duplicate_query")
+ODDITIES = ("invisible_query", "null_character", "blank_tool_name")
 EXCERPT = 60
+_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+_COLON = re.compile(rb"[ \t\n\r]*:")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +67,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one file was taken for, what was looked at, and what was found (at most ``max_faults`` of it listed)."""
+    """What one file was taken for and what was found; listed are at most ``max_faults`` faults and as many notes."""
 
     file: str
     kind: str
@@ -99,6 +106,9 @@ def run(
     """One report a file. Raises KilnError KLN201 for an unknown kind, KLN204/212 for a file that nothing can read."""
     if kind is not None and kind not in KINDS:
         raise KilnError("KLN201", f"--kind {printable(kind)!r} is none of: {', '.join(KINDS)}", hint="leave it out")
+    files = list(files)
+    if Path(STDIN) in files:
+        raise not_built("validate of standard input", "write it to a file first")
     return [_report(path, plugins, kind, source, max_faults) for path in files]
 
 
@@ -119,13 +129,15 @@ def _report(path: Path, plugins: Plugins, kind: str | None, source: str, max_fau
         findings = _FINDERS[taken](path, plugins, source)
     shown: list[Finding] = []
     rows = faults = notes = 0
+    room = {False: max_faults, True: max_faults}  # notes never crowd out faults
     for finding in findings:
         if finding is None:
             rows += 1
             continue
         faults += not finding.note
         notes += finding.note
-        if len(shown) < max_faults:
+        if room[finding.note]:
+            room[finding.note] -= 1
             shown.append(finding)
     return FileReport(file=printable(path), kind=taken, why=why, rows=rows, faults=faults, notes=notes, findings=shown)
 
@@ -170,19 +182,35 @@ def _raw(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
         TemporaryDirectory() as scratch,
         open_rows(path, source, plugins.sources, "tool_calls", Path(scratch)) as (plain, choice),
     ):
-        screen = Screen(DatasetConfig(path=path.name), choice.source, plugins.in_force(()), DataConfig())
+        dataset, reasons = DatasetConfig(path=path.name), plugins.in_force(())
+        screen = Screen(dataset, choice.source, reasons, DataConfig())
+        order = {reason.name: number for number, reason in enumerate(reasons)}
         for record in json_lines(LineReader(plain.stream), elements=plain.elements):
             yield None
             screened = screen.screen(record)
-            drop = screened.drop
-            if screened.example_id and ids.setdefault(screened.example_id, record.line) != record.line:
-                drop = Drop(
-                    "duplicate_example_id", f"id {screened.example_id!r} stands in line {ids[screened.example_id]}"
-                )
+            drop, name = screened.drop, screened.example_id
+            if name == POSITIONAL:
+                name = f"{dataset.dataset_id}:{record.row_index}"
+            earlier = record.line if name is None else ids.setdefault(name, record.line)
+            # A fault that comes before in the declared order stays the row's reason.
+            open_to_it = drop is None or order.get(drop.reason, -1) > order["duplicate_example_id"]
+            if earlier != record.line and open_to_it:
+                drop = Drop("duplicate_example_id", f"id {name!r} stands in line {earlier}")
             elif drop is None and queries.setdefault(screened.query, record.line) != record.line:
                 drop = Drop("duplicate_query", f"the same query as in line {queries[screened.query]}", "/query")
-            if drop is not None:
-                yield _of_row(path, record, drop)
+            for found in [drop] if drop is not None else _oddities(screen.example(record, "", None, "", "").example):
+                yield _of_row(path, plain.stream, record, found)
+
+
+def _oddities(example: PreparedExample) -> Iterator[Drop]:
+    """What prepare keeps and a person may not have meant."""
+    if not any(unicodedata.category(char)[0] in "LMNPS" for char in example.query):
+        yield Drop("invisible_query", "no character of the query is visible", "/query")
+    if "\0" in example.query:
+        yield Drop("null_character", "the query holds U+0000", "/query")
+    for number, tool in enumerate(example.tools, start=1):
+        if not tool.name.strip():
+            yield Drop("blank_tool_name", f"tool {number}: the name is white space", "/tools")
 
 
 def _sft(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
@@ -202,7 +230,7 @@ def _sft(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
                 require_structure(incoming.row)
             except RowFault as fault:
                 drop = Drop(fault.reason, fault.detail, fault.pointer, fault.offset)
-                yield _of_row(path, incoming.record, drop)
+                yield _of_row(path, plain.stream, incoming.record, drop)
 
 
 def _prepared(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
@@ -212,7 +240,7 @@ def _prepared(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | N
             try:
                 msgspec.json.decode(record.text or b"", type=PreparedExample)
             except msgspec.DecodeError as error:
-                yield _of_row(path, record, Drop("schema", f"{error}; expected {PREPARED_SCHEMA}"))
+                yield _of_row(path, stream, record, Drop("schema", f"{error}; expected {PREPARED_SCHEMA}"))
 
 
 def _config(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
@@ -262,36 +290,76 @@ def _failing(path: Path, claims: Iterable[Claim]) -> Iterator[Finding | None]:
 _FINDERS = {"raw": _raw, "sft": _sft, "prepared": _prepared, "config": _config, "manifest": _manifest}
 
 
-def _of_row(path: Path, record: Record, drop: Drop) -> Finding:
-    column = _column(record, drop)
+def _of_row(path: Path, stream: BinaryIO, record: Record, drop: Drop) -> Finding:
+    place = _place(record, drop)
     return Finding(
         file=printable(path),
         line=record.line,
-        column=column,
+        column=_trimmed(stream, record) + place + 1 if place >= 0 else 0,
         reason=drop.reason,
         detail=printable(drop.detail),
         pointer=drop.pointer,
-        excerpt=_excerpt(record, column),
-        note=drop.reason in POLICY,
+        excerpt=_excerpt(record.text or b"", place),
+        note=drop.reason in (*POLICY, *ODDITIES),
     )
 
 
-def _column(record: Record, drop: Drop) -> int:
-    """The byte of the line, counted from 1, where the fault lies: its offset, else the field's key, else the start."""
+def _place(record: Record, drop: Drop) -> int:
+    """The byte of the row where the fault lies: its offset, else the field's key, else the start; -1 for no text."""
     if record.text is None:
-        return 0
+        return -1
     if drop.offset >= 0:
-        return drop.offset + 1
-    field = drop.pointer.split("/")[1] if drop.pointer else ""
-    place = record.text.find(f'"{field}"'.encode()) if field else -1
-    return place + 1 if place >= 0 else 1
+        return drop.offset
+    return _key_place(record.text, drop.pointer.split("/")[1]) if drop.pointer else 0
 
 
-def _excerpt(record: Record, column: int) -> str:
-    """The part of the line around the fault and a caret below it; control characters shown as escapes."""
-    if record.text is None or not column:
+def _key_place(text: bytes, field: str) -> int:
+    """Where the key of a field stands in the text of an object, 0 if nowhere; not a value or a key further inside."""
+    depth = 0
+    for token in _TOKENS.finditer(text):
+        if token.group() in (b"{", b"["):
+            depth += 1
+        elif token.group() in (b"}", b"]"):
+            depth -= 1
+        elif depth == 1 and token.group() == f'"{field}"'.encode() and _COLON.match(text, token.end()):
+            return token.start()
+    return 0
+
+
+def _trimmed(stream: BinaryIO, record: Record) -> int:
+    """How many bytes of the line stand before the row's text: a byte-order mark, white space."""
+    line = read_text(stream, record.offset, record.length)
+    text = line.removeprefix(BOM) if record.offset == 0 else line
+    return len(line) - len(text.lstrip(TRIMMED))
+
+
+def _excerpt(text: bytes, place: int) -> str:
+    """The part of the row around the fault and a caret below it; control characters shown as escapes."""
+    if place < 0:
         return ""
-    start = max(column - 1 - EXCERPT // 3, 0)
-    before = printable(record.text[start : column - 1].decode("utf-8", "replace"), EXCERPT)
-    after = printable(record.text[column - 1 : start + EXCERPT].decode("utf-8", "replace"), EXCERPT)
-    return f"    {before}{after}\n    {' ' * len(before)}^"
+    start = _to_character(text, max(place - EXCERPT // 3, 0), place)
+    before = printable(text[start:place].decode("utf-8", "replace"), EXCERPT)
+    after = text[place : start + EXCERPT].decode("utf-8", "ignore" if _is_utf8(text) else "replace")
+    return f"    {before}{printable(after, EXCERPT)}\n    {' ' * sum(map(_width, before))}^"
+
+
+def _to_character(text: bytes, start: int, end: int) -> int:
+    """The first byte from ``start`` on that does not stand inside a character."""
+    while start < end and text[start] & 0xC0 == 0x80:
+        start += 1
+    return start
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _width(char: str) -> int:
+    """Columns of a terminal."""
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1

@@ -8,6 +8,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -47,7 +50,9 @@ class Workers:
         if self._count > 1:
             _shared = self._shared
             context = multiprocessing.get_context("fork")
-            self._pool = ProcessPoolExecutor(self._count, mp_context=context, initializer=_start)
+            self._pool = ProcessPoolExecutor(
+                self._count, mp_context=context, initializer=_start, initargs=(os.getpid(),)
+            )
             # The first task forks all workers: now, before this process has other threads (a progress bar's, say).
             self._pool.submit(os.getpid).result()
         return self
@@ -106,9 +111,19 @@ def available(limit: int | None = None) -> int:
     return max(1, min(cores, limit or cores))
 
 
-def _start() -> None:
+def _start(parent: int) -> None:
     # Rows are trees without cycles: looking for cycles among them only costs time.
     gc.disable()
+    # Ctrl-C reaches every process of a terminal; the parent alone ends the work.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """No worker outlives its parent, however that ends: it would hold the lock of the run directory."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _run(function: Callable[[Any, Item], Result], item: Item) -> Result | _Failed:

@@ -1,4 +1,4 @@
-"""A stage that is run again: to the same content it changes nothing behind it, and the evidence still holds together."""
+"""A stage that is run again: to the same content it changes nothing behind it, and the evidence still fits."""
 
 from __future__ import annotations
 
