@@ -18,7 +18,7 @@ KILL_AFTER := 40
 
 run: $(RUN)/verified $(CUT)/verified
 	$(KILN) report $(RUN) --against $(CUT)
-	$(KILN) generate $(RUN) --row 1
+	$(KILN) generate $(RUN) --row 3
 
 include stages/stages.mk
 

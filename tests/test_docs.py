@@ -144,8 +144,8 @@ def test_examples_import_kiln_cli_and_nothing_deeper(source: str) -> None:
 
 
 def test_source_example_reads_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kiln_stages.admission import IncomingRow, chat_rows
-    from kiln_stages.sources import json_lines, open_rows
+    from kiln_stages.admitting.admission import IncomingRow, chat_rows
+    from kiln_stages.reading.sources import json_lines, open_rows
 
     from kiln_cli.lines import LineReader
     from kiln_cli.registry import Owner, Registry
@@ -171,8 +171,8 @@ def test_source_example_reads_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_template_example_gives_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kiln_stages.labels import LabelFinder
-    from kiln_stages.rendering import ChatTemplate
+    from kiln_stages.admitting.labels import LabelFinder
+    from kiln_stages.admitting.rendering import ChatTemplate
 
     (template,) = registered(example("kiln_templates", monkeypatch))["kiln_templates"]
     finder = LabelFinder(ChatTemplate(template.source, template.name, {"eos_token": "</s>"}))
@@ -198,7 +198,7 @@ def test_loss_example_computes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_drop_reason_example_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kiln_stages.screening import Screen
+    from kiln_stages.preparing.screening import Screen
 
     from kiln_cli.records import Record
 
@@ -310,8 +310,8 @@ def test_every_domain_is_listed(domain: Domain) -> None:
 
 
 def test_every_field_of_evidence_is_listed() -> None:
-    from kiln_stages.admission import RejectedDetail
-    from kiln_stages.corpus import COLUMNS
+    from kiln_stages.admitting.admission import RejectedDetail
+    from kiln_stages.admitting.corpus import COLUMNS
 
     from kiln_cli import receipts
     from kiln_cli.records import PreparedExample

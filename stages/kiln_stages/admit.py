@@ -34,15 +34,15 @@ from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
 from kiln_cli.records import Record
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
-from kiln_stages.admission import Admission, Admitted, IncomingRow, chat_rows, prepared_rows
-from kiln_stages.corpus import CORPUS_SCHEMA, admitted_sha256, write_corpus
-from kiln_stages.labels import LabelFinder
-from kiln_stages.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
-from kiln_stages.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
-from kiln_stages.rendering import ChatTemplate
-from kiln_stages.sources import STDIN, json_lines, open_rows
-from kiln_stages.tokens import RowTokenizer
-from kiln_stages.transports import Plain
+from kiln_stages.admitting.admission import Admission, Admitted, IncomingRow, chat_rows, prepared_rows
+from kiln_stages.admitting.corpus import CORPUS_SCHEMA, admitted_sha256, write_corpus
+from kiln_stages.admitting.labels import LabelFinder
+from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
+from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
+from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.admitting.tokens import RowTokenizer
+from kiln_stages.reading.sources import STDIN, json_lines, open_rows
+from kiln_stages.reading.transports import Plain
 
 
 class RowsFile(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ The adapter is loaded as any user would load it, through peft; decoding is greed
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -19,11 +20,11 @@ from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt
 from kiln_cli.plugins import load_plugins
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
-from kiln_stages.admission import prepared_rows
-from kiln_stages.model_files import choose_template, load_model_files
-from kiln_stages.packages import require_train_extra
-from kiln_stages.rendering import ChatTemplate
-from kiln_stages.sources import json_lines
+from kiln_stages.admitting.admission import prepared_rows
+from kiln_stages.admitting.model_files import choose_template, load_model_files
+from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.reading.sources import json_lines
+from kiln_stages.training.packages import require_train_extra
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +95,7 @@ def _row(run_directory: Path, split: str, number: int) -> tuple[list[dict[str, A
 def _answers(model_dir: Path, adapter: Path, text: str, max_new_tokens: int) -> tuple[str, str]:
     """What the base model and the adapted one write after ``text``."""
     require_train_extra("kiln generate")
-    from kiln_stages import determinism
+    from kiln_stages.training import determinism
 
     determinism.go_offline()
     import torch
@@ -103,6 +104,7 @@ def _answers(model_dir: Path, adapter: Path, text: str, max_new_tokens: int) -> 
     from transformers.utils.logging import disable_progress_bar
 
     cast(Any, disable_progress_bar)()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own, of no use here
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     base = AutoModelForCausalLM.from_pretrained(
         str(model_dir), local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32

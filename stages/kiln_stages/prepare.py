@@ -35,14 +35,14 @@ from kiln_cli.receipts import (
 from kiln_cli.records import PREPARED_SCHEMA
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
-from kiln_stages.emit import Chosen, write_rejected, write_split
-from kiln_stages.pairing import Pair, Pairing, Root
-from kiln_stages.pool import Pool
-from kiln_stages.screening import Screen
-from kiln_stages.sources import STDIN, Choice, open_rows
-from kiln_stages.split import SPLITS, Member, Splits, require_disjoint, sizes, split_pool
-from kiln_stages.survey import RANGE_BYTES, OpenSource, Survey, survey
-from kiln_stages.workers import Workers, available
+from kiln_stages.preparing.emit import Chosen, write_rejected, write_split
+from kiln_stages.preparing.pairing import Pair, Pairing, Root
+from kiln_stages.preparing.pool import Pool
+from kiln_stages.preparing.screening import Screen
+from kiln_stages.preparing.split import SPLITS, Member, Splits, require_disjoint, sizes, split_pool
+from kiln_stages.preparing.survey import RANGE_BYTES, OpenSource, Survey, survey
+from kiln_stages.preparing.workers import Workers, available
+from kiln_stages.reading.sources import STDIN, Choice, open_rows
 
 
 class PrepareResult(msgspec.Struct, frozen=True):

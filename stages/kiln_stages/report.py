@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,7 @@ def run(run_directory: Path, against: Path | None = None) -> Report:
         verdict=verify_receipt.run(run_directory).word(require_all=False),
         adapter=str(run_directory / receipt.adapters["output"]["path"]),
         adapter_sha256=receipt.adapters["output"]["content_sha256"],
-        base_model=str(receipt.model.get("path")),
+        base_model=_model_path(run_directory, receipt),
         against=_compare(receipt, against) if against is not None else None,
     )
 
@@ -90,18 +91,25 @@ def page(report: Report) -> str:
         ]
     if report.tokens_per_second is not None:
         rows.append(["tokens per second", f"{report.tokens_per_second:.0f}"])
-    rows += [["receipt", report.verdict], ["adapter tensors", report.adapter_sha256]]
+    lines = [table(rows, indent=""), f"receipt: {report.verdict}", f"adapter tensors: {report.adapter_sha256}"]
     if report.against is not None:
-        rows.append([f"  of {report.against.run}", report.against.adapter_sha256])
-        rows.append(["  the two are", "equal, and so is every loss" if report.against.equal else "DIFFERENT"])
-    usage = (
-        "\nTo load the adapter:\n"
-        "  from peft import PeftModel\n"
-        "  from transformers import AutoModelForCausalLM\n"
-        f"  base = AutoModelForCausalLM.from_pretrained({report.base_model!r})\n"
-        f"  model = PeftModel.from_pretrained(base, {report.adapter!r})"
-    )
-    return table(rows, indent="") + "\n" + usage
+        lines.append(f"the same of {report.against.run}: {report.against.adapter_sha256}")
+        lines.append("the two are equal, and so is every loss" if report.against.equal else "the two are DIFFERENT")
+    lines += [
+        "",
+        "To load the adapter:",
+        "  from peft import PeftModel",
+        "  from transformers import AutoModelForCausalLM",
+        f"  base = AutoModelForCausalLM.from_pretrained({report.base_model!r})",
+        f"  model = PeftModel.from_pretrained(base, {report.adapter!r})",
+    ]
+    return "\n".join(lines)
+
+
+def _model_path(run_directory: Path, receipt: TrainReceipt) -> str:
+    """The model directory as seen from here: the receipt's path counts from the config's directory."""
+    base = run_directory / str(receipt.produced.get("base_dir", "."))
+    return os.path.normpath(base / str(receipt.model.get("path")))
 
 
 def _rows(run_directory: Path) -> list[tuple[str, int]]:

@@ -14,11 +14,11 @@ from kiln_cli.files import run_lock
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import SILENT, Progress, terminal
 from kiln_cli.text import printable
-from kiln_stages.packages import require_train_extra
+from kiln_stages.training.packages import require_train_extra
 
 if TYPE_CHECKING:  # torch is imported when a training goes on, not when `kiln --help` looks at this module
-    from kiln_stages.checkpoint import Checkpoint
-    from kiln_stages.run_training import TrainResult
+    from kiln_stages.training.checkpoint import Checkpoint
+    from kiln_stages.training.run_training import TrainResult
 
 
 def command(
@@ -59,9 +59,9 @@ def run(
     """
     started = time.monotonic()
     require_train_extra("kiln resume")
-    from kiln_stages.checkpoint import list_checkpoints
-    from kiln_stages.run_training import TrainResult, finish, finished, read_inputs, read_training, run_steps
-    from kiln_stages.training import Trainer, require_no_later
+    from kiln_stages.training.checkpoint import list_checkpoints
+    from kiln_stages.training.run_training import TrainResult, finish, finished, read_inputs, read_training, run_steps
+    from kiln_stages.training.trainer import Trainer, require_no_later
 
     with run_lock(out, "kiln resume"):
         inputs = read_inputs(config, out, plugins)
@@ -86,7 +86,7 @@ def run(
 
 def _choose(directory: Path, wanted: str, out: Path) -> Checkpoint:
     """The checkpoint of that name, loaded. Names are names of directories directly under ``train/``, never paths."""
-    from kiln_stages.checkpoint import NAME, list_checkpoints, load_checkpoint
+    from kiln_stages.training.checkpoint import NAME, list_checkpoints, load_checkpoint
 
     found = list_checkpoints(directory)
     if wanted == "latest":

@@ -15,10 +15,10 @@ from kiln_cli.manifests import document
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import SILENT, Progress, terminal
 from kiln_cli.text import printable
-from kiln_stages.packages import require_train_extra
+from kiln_stages.training.packages import require_train_extra
 
 if TYPE_CHECKING:  # torch is imported when a training begins, not when `kiln --help` looks at this module
-    from kiln_stages.run_training import Inputs, TrainResult
+    from kiln_stages.training.run_training import Inputs, TrainResult
 
 
 def command(
@@ -51,7 +51,7 @@ def run(
     """
     started = time.monotonic()
     require_train_extra("kiln train")
-    from kiln_stages.run_training import (
+    from kiln_stages.training.run_training import (
         TRAINING_NAME,
         TrainResult,
         finish,
@@ -60,7 +60,7 @@ def run(
         read_inputs,
         run_steps,
     )
-    from kiln_stages.training import Trainer
+    from kiln_stages.training.trainer import Trainer
 
     with run_lock(out, "kiln train"):
         inputs = read_inputs(config, out, plugins)
@@ -81,8 +81,8 @@ def run(
 
 def _require_room(inputs: Inputs) -> None:
     """A run directory holds one training. Raises KilnError KLN208 with both digests, or for one that can be resumed."""
-    from kiln_stages.checkpoint import list_checkpoints
-    from kiln_stages.run_training import read_training
+    from kiln_stages.training.checkpoint import list_checkpoints
+    from kiln_stages.training.run_training import read_training
 
     found, wanted = read_training(inputs.directory), inputs.training()
     where = printable(inputs.directory)

@@ -21,8 +21,7 @@ from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_document, read_
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, StageManifest, TrainReceipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
-from kiln_stages.checkpoint import NAME, read_checkpoint_manifest
-from kiln_stages.claims import (
+from kiln_stages.evidence.claims import (
     Claim,
     Status,
     Unavailable,
@@ -34,9 +33,10 @@ from kiln_stages.claims import (
     manifest_claims,
     require,
 )
-from kiln_stages.output_claims import output_claims
-from kiln_stages.receipt_claims import receipt_claims
-from kiln_stages.tensors import base_model_sha256, weight_shards
+from kiln_stages.evidence.output_claims import output_claims
+from kiln_stages.evidence.receipt_claims import receipt_claims
+from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
+from kiln_stages.training.tensors import base_model_sha256, weight_shards
 
 SHOWN = 5  # claims that the closing error names
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kiln_stages import determinism
+from kiln_stages.training import determinism
 from tiny_model import RUN, Kiln, Outcome, write_project, write_tiny_model
 
 from kiln_cli import app

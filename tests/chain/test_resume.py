@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from kiln_stages.checkpoint import checkpoint_name, list_checkpoints, load_checkpoint
-from kiln_stages.run_training import read_inputs
-from kiln_stages.training import Plan, Trainer
+from kiln_stages.training.checkpoint import checkpoint_name, list_checkpoints, load_checkpoint
+from kiln_stages.training.run_training import read_inputs
+from kiln_stages.training.trainer import Plan, Trainer
 from safetensors.numpy import load_file, save_file
 from tiny_model import RUN, Kiln, Outcome
 

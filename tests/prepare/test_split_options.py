@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
-from kiln_stages.pool import Pool
-from kiln_stages.split import Member, apportion, require_disjoint, sizes, split_pool
+from kiln_stages.preparing.pool import Pool
+from kiln_stages.preparing.split import Member, apportion, require_disjoint, sizes, split_pool
 from prepare.conftest import SPLITS, A, examples, ids, jsonl, project, raw, rejected, tree
 
 from kiln_cli.config import DataConfig

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.prepare import PrepareResult
-from kiln_stages.split import Member, split_pool
+from kiln_stages.preparing.split import Member, split_pool
 from tests_support import shared_path
 
 from kiln_cli import files

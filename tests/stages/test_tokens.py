@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from kiln_stages.labels import LabelFinder, Rendered
-from kiln_stages.rendering import ChatTemplate
-from kiln_stages.tokens import Encoded, RowTokenizer
+from kiln_stages.admitting.labels import LabelFinder, Rendered
+from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.admitting.tokens import Encoded, RowTokenizer
 from tests_support import shared_path
 
 from kiln_cli.errors import KilnError, RowFault

@@ -22,9 +22,9 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kiln_stages import transports
-from kiln_stages.array_lines import ArrayLines
-from kiln_stages.transports import Plain, open_plain, spool_records
+from kiln_stages.reading import transports
+from kiln_stages.reading.array_lines import ArrayLines
+from kiln_stages.reading.transports import Plain, open_plain, spool_records
 
 from kiln_cli import KilnError, Record, Source, ToolCallRow, strict_json
 from kiln_cli.identity import canonical_json
@@ -139,7 +139,7 @@ def test_standard_input_may_be_packed_in_any_way(
 def test_a_pipe_into_a_process(data: bytes, scratch: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from kiln_stages.transports import open_plain\n"
+        "from kiln_stages.reading.transports import open_plain\n"
         "with open_plain(None, Path(sys.argv[1])) as plain:\n"
         "    print(plain.size, plain.packing, sum(1 for line in plain.stream if line.strip()))\n"
     )

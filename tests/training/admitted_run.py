@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kiln_stages.corpus import CORPUS_SCHEMA, AdmittedRow, admitted_sha256, write_corpus
+from kiln_stages.admitting.corpus import CORPUS_SCHEMA, AdmittedRow, admitted_sha256, write_corpus
 from training.tiny_models import make_rows
 
 from kiln_cli.config import LoadedConfig, load_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kiln_stages import determinism
+from kiln_stages.training import determinism
 from training.tiny_models import tiny_causal
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kiln_stages.checkpoint import (
+from kiln_stages.training.checkpoint import (
     ADAPTER,
     LOOP_STATE,
     MANIFEST,
@@ -21,10 +21,10 @@ from kiln_stages.checkpoint import (
     load_checkpoint,
     publish_checkpoint,
 )
-from kiln_stages.checkpoint_manifest import Binding, RngStream, differences, require_same
-from kiln_stages.loop_state import LoopState
-from kiln_stages.order import epoch_order
-from kiln_stages.training import Trainer, require_no_later, train_adapter
+from kiln_stages.training.checkpoint_manifest import Binding, RngStream, differences, require_same
+from kiln_stages.training.loop_state import LoopState
+from kiln_stages.training.order import epoch_order
+from kiln_stages.training.trainer import Trainer, require_no_later, train_adapter
 from training.tiny_models import make_plan
 
 from kiln_cli import KilnError

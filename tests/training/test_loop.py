@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from kiln_plugins.cross_entropy import cross_entropy
-from kiln_stages.checkpoint import list_checkpoints, load_checkpoint
-from kiln_stages.loop import StepRecord, TrainRow, require_no_divergence, row_loss, supervised_positions
-from kiln_stages.loop_state import LoopState
-from kiln_stages.order import epoch_order
-from kiln_stages.tensors import StoredTensor, adapter_content_sha256
-from kiln_stages.training import Trainer, train_adapter
+from kiln_stages.training.checkpoint import list_checkpoints, load_checkpoint
+from kiln_stages.training.loop import StepRecord, TrainRow, require_no_divergence, row_loss, supervised_positions
+from kiln_stages.training.loop_state import LoopState
+from kiln_stages.training.order import epoch_order
+from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256
+from kiln_stages.training.trainer import Trainer, train_adapter
 from torch import Tensor
 from training.tiny_models import make_plan, make_rows
 

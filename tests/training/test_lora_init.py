@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from kiln_stages.lora import LoraShape, add_lora, init_values
+from kiln_stages.training.lora import LoraShape, add_lora, init_values
 from training.tiny_models import tiny_causal
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

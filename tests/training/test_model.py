@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from kiln_stages import model as model_module
-from kiln_stages.lora import LoraShape, adapter_config, choose_targets, load_adapter, restore, store
-from kiln_stages.model import LanguageModel, load_language_model
-from kiln_stages.tensors import encode_tensors, read_tensors
+from kiln_stages.training import model as model_module
+from kiln_stages.training.lora import LoraShape, adapter_config, choose_targets, load_adapter, restore, store
+from kiln_stages.training.model import LanguageModel, load_language_model
+from kiln_stages.training.tensors import encode_tensors, read_tensors
 from torch import nn
 from training.tiny_models import VOCABULARY, tiny_causal
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kiln_stages.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
+from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
 from torch import Tensor
 
 from kiln_cli.config import OptimizerConfig
@@ -75,7 +75,7 @@ def test_muon_shrinks_by_rate_times_decay() -> None:
 
 def test_effective_hyperparameters_are_what_torch_has() -> None:
     muon = effective(build("muon", leaves(), 1e-3))
-    assert muon["implementation"] == "kiln_stages.optimizers.StackedMuon"
+    assert muon["implementation"] == "kiln_stages.training.optimizers.StackedMuon"
     assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (5e-3, 0.0, 0.95)
     assert (muon["ns_steps"], muon["nesterov"], muon["adjust_lr_fn"]) == (5, True, "match_rms_adamw")
     adam = effective(build("adam_w", leaves(), 1e-4))

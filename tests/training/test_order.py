@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from kiln_stages.order import epoch_order, order_key, place
+from kiln_stages.training.order import epoch_order, order_key, place
 
 
 @pytest.mark.parametrize(

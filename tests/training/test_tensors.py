@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kiln_stages.tensors import (
+from kiln_stages.training.tensors import (
     Shard,
     StoredTensor,
     adapter_content_sha256,
@@ -88,7 +88,7 @@ def test_weight_shards_are_found_by_name_and_hashed(tmp_path: Path) -> None:
 
 def test_reading_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, kiln_stages.tensors, kiln_stages.checkpoint\n"
+        "import sys, kiln_stages.training.tensors, kiln_stages.training.checkpoint\n"
         "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_env())

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kiln_stages import loop, resume, train, verify_receipt
-from kiln_stages.checkpoint import list_checkpoints
-from kiln_stages.loop import StepRecord
+from kiln_stages import resume, train, verify_receipt
+from kiln_stages.training import loop
+from kiln_stages.training.checkpoint import list_checkpoints
+from kiln_stages.training.loop import StepRecord
 from training.admitted_run import admitted_run, write_admitted
 
 from kiln_cli import KilnError
@@ -286,5 +287,5 @@ def _stopping_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
             yield record
 
     with monkeypatch.context() as patch:
-        patch.setattr("kiln_stages.training.train", interrupted)
+        patch.setattr("kiln_stages.training.trainer.train", interrupted)
         yield

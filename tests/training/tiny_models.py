@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from kiln_plugins.cross_entropy import cross_entropy
-from kiln_stages import determinism
-from kiln_stages.loop import TrainRow
-from kiln_stages.training import Plan
+from kiln_stages.training import determinism
+from kiln_stages.training.loop import TrainRow
+from kiln_stages.training.trainer import Plan
 
 from kiln_cli.config import OptimizerConfig, TrainConfig
 from kiln_cli.extensions import LossFunction

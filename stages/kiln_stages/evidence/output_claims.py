@@ -13,12 +13,12 @@ from kiln_cli import strict_json
 from kiln_cli.files import hash_file, read_bounded
 from kiln_cli.receipts import CheckpointRef, TrainReceipt
 from kiln_cli.text import printable
-from kiln_stages.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
-from kiln_stages.checkpoint_manifest import differences
-from kiln_stages.claims import Claim, check_file, claim, compare, differ, require
-from kiln_stages.metrics import Step, loss_log_sha256, read_steps
-from kiln_stages.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, LOSS_LOG, binding
-from kiln_stages.tensors import adapter_content_sha256, read_tensors
+from kiln_stages.evidence.claims import Claim, check_file, claim, compare, differ, require
+from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, LOSS_LOG, binding
+from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
+from kiln_stages.training.checkpoint_manifest import differences
+from kiln_stages.training.metrics import Step, loss_log_sha256, read_steps
+from kiln_stages.training.tensors import adapter_content_sha256, read_tensors
 
 ADAPTER_LIMIT = 1 << 40
 DOCUMENT_LIMIT = 1 << 24

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import LossBatch, LossFunction, LossOut
-from kiln_stages.loop_state import LoopState
-from kiln_stages.model import LanguageModel
-from kiln_stages.order import epoch_order, place
+from kiln_stages.training.loop_state import LoopState
+from kiln_stages.training.model import LanguageModel
+from kiln_stages.training.order import epoch_order, place
 
 DIVERGED_RATIO, DIVERGED_GAP = 8.0, 5.0  # times the first epoch's mean; nats above the best epoch's
 

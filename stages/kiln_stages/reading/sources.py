@@ -17,7 +17,7 @@ from kiln_cli.lines import Line, LineReader
 from kiln_cli.records import Record
 from kiln_cli.registry import Registry
 from kiln_cli.text import printable
-from kiln_stages.transports import Plain, open_plain, spool_records
+from kiln_stages.reading.transports import Plain, open_plain, spool_records
 
 SAMPLE_LINES = 100
 STDIN = "-"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kiln_cli.config import DataConfig
 from kiln_cli.extensions import DropReason
-from kiln_stages.screening import NOT_ITS_FAULT, plugin_failure
-from kiln_stages.survey import VALID
+from kiln_stages.preparing.screening import NOT_ITS_FAULT, plugin_failure
+from kiln_stages.preparing.survey import VALID
 
 if TYPE_CHECKING:
     import polars as pl

@@ -35,12 +35,12 @@ from kiln_cli.receipts import (
 )
 from kiln_cli.terminal import Progress, table
 from kiln_cli.text import printable
-from kiln_stages.corpus import AdmittedRow, admitted_sha256, read_corpus
-from kiln_stages.interrupts import settle_on_signals
-from kiln_stages.loop import HeldOutLoss, StepRecord, TrainRow
-from kiln_stages.tensors import Shard, base_model_sha256, weight_shards
-from kiln_stages.train_receipt import Evidence, describe
-from kiln_stages.training import Outcome, Plan, Trainer, train_adapter
+from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
+from kiln_stages.training.interrupts import settle_on_signals
+from kiln_stages.training.loop import HeldOutLoss, StepRecord, TrainRow
+from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
+from kiln_stages.training.train_receipt import Evidence, describe
+from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
 
 TRAINING_SCHEMA = "kiln.training.v1"
 TRAINING_NAME = "training.json"

@@ -11,10 +11,10 @@ from kiln_cli.identity import canonical_json, canonical_parsed
 from kiln_cli.lines import BOM, TRIMMED
 from kiln_cli.records import Record
 from kiln_cli.terminal import Task
-from kiln_stages.pool import Pool
-from kiln_stages.screening import raw_sha256
-from kiln_stages.survey import OpenSource, Survey, read_text
-from kiln_stages.workers import Workers
+from kiln_stages.preparing.pool import Pool
+from kiln_stages.preparing.screening import raw_sha256
+from kiln_stages.preparing.survey import OpenSource, Survey, read_text
+from kiln_stages.preparing.workers import Workers
 
 BATCH_ROWS = 500
 

@@ -22,7 +22,7 @@ from kiln_cli.files import publish_directory, read_sealed, write_file
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import document
 from kiln_cli.text import printable
-from kiln_stages.checkpoint_manifest import (
+from kiln_stages.training.checkpoint_manifest import (
     MANIFEST_LIMIT,
     Artifact,
     Binding,
@@ -35,8 +35,8 @@ from kiln_stages.checkpoint_manifest import (
     checkpoint_id,
     manifest_faults,
 )
-from kiln_stages.loop_state import LoopState
-from kiln_stages.tensors import StoredTensor, encode_tensors, read_tensors
+from kiln_stages.training.loop_state import LoopState
+from kiln_stages.training.tensors import StoredTensor, encode_tensors, read_tensors
 
 MANIFEST = "checkpoint_manifest.json"
 ADAPTER, OPTIMIZER, LOOP_STATE = "adapter.safetensors", "optimizer.safetensors", "sft_loop_state.json"

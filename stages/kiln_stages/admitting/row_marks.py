@@ -13,7 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 from kiln_cli.errors import RowFault
-from kiln_stages.rendering import (
+from kiln_stages.admitting.rendering import (
     BLOCK_CLOSE,
     BLOCK_OPEN,
     THINK_CLOSE,

@@ -18,7 +18,7 @@ from kiln_cli.files import hash_file
 from kiln_cli.manifests import content_sha256, locate, manifest_path, read_document
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, MANIFEST_SCHEMA, DropSummary, FileRef, ManifestRef, StageManifest
 from kiln_cli.text import printable
-from kiln_stages.checkpoint_manifest import ABSENT, flatten
+from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
 
 Status = Literal["holds", "fails", "not checkable here"]
 MARKS: dict[Status, str] = {"holds": "ok  ", "fails": "FAIL", "not checkable here": "n/a "}

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
-from kiln_stages import determinism
-from kiln_stages.lora import LoraShape, add_lora, are_transposed, choose_targets
+from kiln_stages.training import determinism
+from kiln_stages.training.lora import LoraShape, add_lora, are_transposed, choose_targets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROBE_TOKENS = 24

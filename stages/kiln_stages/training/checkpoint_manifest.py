@@ -11,7 +11,7 @@ import msgspec
 from kiln_cli.errors import KilnError
 from kiln_cli.identity import canonical_json
 from kiln_cli.text import printable
-from kiln_stages.order import U64_MAX, epoch_order
+from kiln_stages.training.order import U64_MAX, epoch_order
 
 MANIFEST_TYPE = "kiln.training-checkpoint.v1"
 SOURCE_KIND = "sft-valid-example-order-v1"

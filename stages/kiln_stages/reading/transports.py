@@ -32,7 +32,7 @@ from kiln_cli.identity import canonical_json
 from kiln_cli.lines import BOM, LINE_CAP, LineReader
 from kiln_cli.records import Record
 from kiln_cli.text import printable
-from kiln_stages.array_lines import ArrayLines, begins_array
+from kiln_stages.reading.array_lines import ArrayLines, begins_array
 
 # A packed file that grows more than this is taken for an attack; real rows grow 3 to 20 times.
 MAX_RATIO = 200

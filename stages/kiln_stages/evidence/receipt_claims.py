@@ -17,8 +17,9 @@ from kiln_cli.manifests import MANIFEST_NAMES
 from kiln_cli.plugins import DISTRIBUTION
 from kiln_cli.receipts import TrainReceipt
 from kiln_cli.text import printable
-from kiln_stages.checkpoint import checkpoint_name
-from kiln_stages.checkpoint_manifest import (
+from kiln_stages.evidence.claims import Claim, claim, compare, differ
+from kiln_stages.training.checkpoint import checkpoint_name
+from kiln_stages.training.checkpoint_manifest import (
     ABSENT,
     SOURCE_KIND,
     Binding,
@@ -27,9 +28,8 @@ from kiln_stages.checkpoint_manifest import (
     RngStream,
     flatten,
 )
-from kiln_stages.claims import Claim, claim, compare, differ
-from kiln_stages.loop_state import STATE_TYPE
-from kiln_stages.tensors import Shard, base_model_sha256
+from kiln_stages.training.loop_state import STATE_TYPE
+from kiln_stages.training.tensors import Shard, base_model_sha256
 
 ADAPTER_CONFIG = "train/adapter/adapter_config.json"
 ADAPTER_MODEL = "train/adapter/adapter_model.safetensors"

@@ -21,11 +21,11 @@ from kiln_cli.receipts import (
     StageManifest,
     TrainReceipt,
 )
-from kiln_stages.checkpoint import list_checkpoints, read_checkpoint_manifest
-from kiln_stages.loop import supervised_positions
-from kiln_stages.metrics import loss_log_sha256, read_steps
-from kiln_stages.tensors import Shard
-from kiln_stages.training import Adapter, Trainer
+from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
+from kiln_stages.training.loop import supervised_positions
+from kiln_stages.training.metrics import loss_log_sha256, read_steps
+from kiln_stages.training.tensors import Shard
+from kiln_stages.training.trainer import Adapter, Trainer
 
 
 class Evidence(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kiln_cli.errors import KilnError
 from kiln_cli.identity import Domain
 from kiln_cli.manifests import document
-from kiln_stages.tensors import StoredTensor
+from kiln_stages.training.tensors import StoredTensor
 
 # The profile's ten, by the last part of a layer's name: attention, linear attention, feed-forward.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

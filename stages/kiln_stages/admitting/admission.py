@@ -23,10 +23,10 @@ from kiln_cli.receipts import IngestionReceipt, RejectedRow
 from kiln_cli.records import PreparedExample, Record
 from kiln_cli.terminal import Task
 from kiln_cli.text import printable
-from kiln_stages.corpus import AdmittedRow
-from kiln_stages.labels import LabelFinder, Rendered
-from kiln_stages.prepared_rows import ToolsMode, to_chat_row
-from kiln_stages.tokens import Encoded, RowTokenizer
+from kiln_stages.admitting.corpus import AdmittedRow
+from kiln_stages.admitting.labels import LabelFinder, Rendered
+from kiln_stages.admitting.prepared_rows import ToolsMode, to_chat_row
+from kiln_stages.admitting.tokens import Encoded, RowTokenizer
 
 BATCH_ROWS = 256
 # Every code a row can be rejected for, in the order of the checks, and the receipt's reason for it.

@@ -12,7 +12,7 @@ import re
 from typing import Any, NamedTuple
 
 from kiln_cli.errors import RowFault
-from kiln_stages.rendering import ChatTemplate, Message, Spans
+from kiln_stages.admitting.rendering import ChatTemplate, Message, Spans
 
 _THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Stands in for the end-of-text token, to tell a text that closes the whole render from one that opens a header.

@@ -23,9 +23,9 @@ from kiln_cli.identity import canonical_json
 from kiln_cli.lines import LineReader
 from kiln_cli.records import Record
 from kiln_cli.terminal import Task
-from kiln_stages.screening import POSITIONAL, Screen, raw_sha256
-from kiln_stages.transports import Plain
-from kiln_stages.workers import Workers
+from kiln_stages.preparing.screening import POSITIONAL, Screen, raw_sha256
+from kiln_stages.preparing.workers import Workers
+from kiln_stages.reading.transports import Plain
 
 if TYPE_CHECKING:
     import polars as pl

@@ -8,7 +8,7 @@ from kiln_cli.chat import ChatRow, normalise
 from kiln_cli.errors import RowFault
 from kiln_cli.identity import Domain, canonical_json, domain_sha256
 from kiln_cli.records import PreparedExample
-from kiln_stages.labels import LabelFinder
+from kiln_stages.admitting.labels import LabelFinder
 
 # ``kiln-cli.tool-prompt.v1``: one fixed sentence. Its digest stands in manifests; change it, change the name.
 TOOL_PROMPT = (

@@ -19,17 +19,24 @@ from kiln_cli.errors import KilnError
 from kiln_cli.extensions import LossFunction
 from kiln_cli.files import hash_file, write_file
 from kiln_cli.identity import canonical_json
-from kiln_stages import determinism
-from kiln_stages.checkpoint import Checkpoint, checkpoint_name, publish_checkpoint
-from kiln_stages.checkpoint_manifest import SOURCE_KIND, Binding, DataPart, PrecisionPolicy, RngStream, require_same
-from kiln_stages.loop import HeldOutLoss, StepRecord, TrainRow, evaluate, train
-from kiln_stages.loop_state import STATE_TYPE, LoopState
-from kiln_stages.lora import adapter_config, load_adapter, restore, store
-from kiln_stages.metrics import begin_log
-from kiln_stages.model import load_language_model
-from kiln_stages.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
-from kiln_stages.order import epoch_order
-from kiln_stages.tensors import StoredTensor, adapter_content_sha256, encode_tensors
+from kiln_stages.training import determinism
+from kiln_stages.training.checkpoint import Checkpoint, checkpoint_name, publish_checkpoint
+from kiln_stages.training.checkpoint_manifest import (
+    SOURCE_KIND,
+    Binding,
+    DataPart,
+    PrecisionPolicy,
+    RngStream,
+    require_same,
+)
+from kiln_stages.training.loop import HeldOutLoss, StepRecord, TrainRow, evaluate, train
+from kiln_stages.training.loop_state import STATE_TYPE, LoopState
+from kiln_stages.training.lora import adapter_config, load_adapter, restore, store
+from kiln_stages.training.metrics import begin_log
+from kiln_stages.training.model import load_language_model
+from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
+from kiln_stages.training.order import epoch_order
+from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ATTENTION = "sdpa"
@@ -119,7 +126,7 @@ class Trainer:
         self.state = checkpoint.loop
 
     def steps(self) -> Iterator[StepRecord]:
-        """The steps that are left; see :func:`kiln_stages.loop.train`."""
+        """The steps that are left; see :func:`kiln_stages.training.loop.train`."""
         plan = self.plan
         return train(
             self.model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from kiln_stages.pool import Pool
+from kiln_stages.preparing.pool import Pool
 
 if TYPE_CHECKING:
     import polars as pl

@@ -25,9 +25,9 @@ from typing import Any
 
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
-from kiln_stages.label_proof import Claim, prove
-from kiln_stages.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
-from kiln_stages.row_marks import TOOLS, MarkedRow, Piece, Reading
+from kiln_stages.admitting.label_proof import Claim, prove
+from kiln_stages.admitting.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
+from kiln_stages.admitting.row_marks import TOOLS, MarkedRow, Piece, Reading
 
 MEMO_LIMIT = 4096
 

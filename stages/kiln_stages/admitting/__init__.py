@@ -1,0 +1,1 @@
+"""The parts of `kiln admit`: conversations rendered, labelled with proof, and tokenized."""

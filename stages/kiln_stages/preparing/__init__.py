@@ -1,0 +1,1 @@
+"""The parts of `kiln prepare`: rows screened in parallel, then decided on by their keys."""

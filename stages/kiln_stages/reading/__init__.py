@@ -1,0 +1,1 @@
+"""From a file, however packed, to records and the source that understands them."""

@@ -1,0 +1,1 @@
+"""The parts of `kiln train` and `kiln resume`: model, step, checkpoints, receipt."""
