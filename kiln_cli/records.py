@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -63,6 +64,15 @@ class ParsedText:
             self.fault = fault
 
 
+# Sets of rows tend to use the same tools again and again; then their text is parsed once. Longer texts are not kept.
+REPEATED_TEXT = 16 * 1024
+
+
+@functools.lru_cache(maxsize=2048)
+def _parsed_again_and_again(text: str) -> ParsedText:
+    return ParsedText(text)
+
+
 class Candidate:
     """A tool-call row under examination. Each text is parsed once, at the first check that asks for it.
 
@@ -96,7 +106,11 @@ class Candidate:
     @property
     def tools(self) -> ParsedText:
         if self._tools is None:
-            self._tools = self._parsed(self.row.tools)
+            text = self.row.tools
+            if self._proven or not isinstance(text, str) or len(text) > REPEATED_TEXT:
+                self._tools = self._parsed(text)
+            else:
+                self._tools = _parsed_again_and_again(text)
         return self._tools
 
     @property

@@ -26,6 +26,7 @@ WIDE_FROM = 1e16
 # Numbers that msgspec reads otherwise than the contract: negative zero, and integers that may need over 64 bits. Long
 # runs of digits are looked for in a copy with every digit a nought, which is seven times faster than a pattern.
 _NEGATIVE_ZERO = re.compile(rb"-0(?![0-9.eE])")
+_NO_DIGITS = bytes(byte for byte in range(256) if byte not in b"0123456789")
 _TO_NOUGHTS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_INTEGER = b"0" * 19
 # Possessive: a string of megabytes must cost no memory for ways back that are never taken.
@@ -66,6 +67,7 @@ def parse(text: bytes, *, negative_zero: bool = True) -> Any:
     try:
         return _parse(text, negative_zero)
     except RecursionError:
+        _require_shallow(text)
         # The text is shallow, so the caller must be deep: the verdict must not depend on that.
         return _parse_on_another_stack(text, negative_zero)
 
@@ -76,20 +78,49 @@ def parse_again(text: bytes) -> Any:
 
 
 def _parse(text: bytes, negative_zero: bool) -> Any:
-    colons = text.count(b":")
-    # Each object around another costs a colon, so this many brackets and colons are needed to be too deep.
-    if text.count(b"[") + colons >= MAX_DEPTH:
-        _require_shallow(text)
-    if _has_suspect_number(text, negative_zero) or (b"\\" in text and b"\\u003" in text):
-        return _parse_exactly(text, negative_zero)
+    # Escapes may stand for a colon or a digit; a negative zero is read as 0. A false alarm costs time only.
+    if (b"\\" in text and b"\\u003" in text) or (
+        negative_zero and b"-0" in text and _NEGATIVE_ZERO.search(text) is not None
+    ):
+        return _parse_suspect(text, negative_zero)
     try:
         value = _decode(text)
     except (msgspec.DecodeError, msgspec.ValidationError):
-        return _parse_exactly(text, negative_zero)
-    # A key written twice leaves one colon less in what the value encodes to. Colons inside strings stand in both.
-    if colons != _encode(value).count(b":"):
-        return _parse_exactly(text, negative_zero)
-    return value
+        return _parse_suspect(text, negative_zero)
+    colons = text.count(b":")
+    # A key written twice leaves one colon less in the value. Colons inside strings stand in both.
+    sound = _flat_colons(value) == colons if type(value) is dict else False
+    return value if sound or _is_sound(text, value, colons) else _parse_suspect(text, negative_zero)
+
+
+def _flat_colons(value: dict[str, Any]) -> int:
+    """The colons that an object of strings and small numbers is written with; -1 for any other."""
+    colons = len(value)
+    for key, item in value.items():
+        colons += key.count(":")
+        kind = type(item)
+        if kind is str:
+            colons += item.count(":")
+        elif item is not None and kind is not bool and (kind is not int or not INT_MIN <= item <= INT_MAX):
+            return -1
+    return colons
+
+
+def _is_sound(text: bytes, value: Any, colons: int) -> bool:
+    """Whether a decoded value has no fault that msgspec lets pass: too deep, an integer too long, a key twice.
+
+    Each object around another costs a colon, so brackets and colons bound the depth.
+    """
+    return (
+        text.count(b"[") + colons < MAX_DEPTH
+        and (len(text.translate(None, _NO_DIGITS)) < 19 or _LONG_INTEGER not in text.translate(_TO_NOUGHTS))
+        and colons == _encode(value).count(b":")
+    )
+
+
+def _parse_suspect(text: bytes, negative_zero: bool) -> Any:
+    _require_shallow(text)
+    return _parse_exactly(text, negative_zero)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -106,13 +137,6 @@ def type_name(value: object) -> str:
         return "a number"
     names = {bool: "a boolean", int: "a number", str: "a string", list: "an array", dict: "an object"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
-def _has_suspect_number(text: bytes, negative_zero: bool) -> bool:
-    """Whether a number may stand in the text that the fast path reads wrongly; a string may raise false alarm."""
-    if _LONG_INTEGER in text.translate(_TO_NOUGHTS):
-        return True
-    return negative_zero and b"-0" in text and _NEGATIVE_ZERO.search(text) is not None
 
 
 def _require_utf8(text: bytes) -> None:

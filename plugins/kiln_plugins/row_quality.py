@@ -69,9 +69,20 @@ def invalid_tool_shape(candidate: Candidate, limits: DataConfig) -> str | None:
     if not isinstance(tools, list):
         return f"expected an array of tools, found {type_name(tools)}"
     for index, tool in enumerate(tools):
-        if (fault := _tool_fault(tool)) is not None:
+        if not _is_tool(tool) and (fault := _tool_fault(tool)) is not None:
             return f"tool {index + 1}: {fault}"
     return None
+
+
+def _is_tool(tool: Any) -> bool:
+    """The rule in one expression: nearly all tools pass it, and then nobody asks what is wrong."""
+    return (
+        isinstance(tool, dict)
+        and isinstance(name := tool.get("name"), str)
+        and name != ""
+        and isinstance(tool.get("description"), str)
+        and isinstance(tool.get("parameters"), dict)
+    )
 
 
 def _tool_fault(tool: Any) -> str | None:

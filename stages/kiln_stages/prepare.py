@@ -35,7 +35,7 @@ from kiln_cli.receipts import (
 from kiln_cli.records import PREPARED_SCHEMA
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
-from kiln_stages.preparing.emit import Chosen, write_rejected, write_split
+from kiln_stages.preparing.emit import Chosen, SplitWriter, write_rejected
 from kiln_stages.preparing.pairing import Pair, Pairing, Root
 from kiln_stages.preparing.pool import Pool
 from kiln_stages.preparing.screening import Screen
@@ -244,8 +244,8 @@ def _split_root(config: LoadedConfig, root: Pool) -> tuple[dict[str, int], Split
 
 def _chosen_roots(root: Pool, splits: Splits) -> tuple[dict[str, list[Chosen]], dict[str, Root], dict[bytes, str]]:
     """Root rows in their splits, how pairs find them, and which split each query stands in."""
-    columns = root.left().select("row", "offset", "length", "example_id", "texts", "query")
-    by_row = {found[0]: found[1:] for found in columns.iter_rows()}
+    wanted = [row for members in splits.values() for row in members]
+    by_row = root.rows(wanted, "offset", "length", "example_id", "texts", "query")
     rows: dict[str, list[Chosen]] = {}
     roots: dict[str, Root] = {}
     queries: dict[bytes, str] = {}
@@ -261,8 +261,7 @@ def _chosen_roots(root: Pool, splits: Splits) -> tuple[dict[str, list[Chosen]], 
 
 def _chosen_pairs(number: int, pool: Pool, pairs: list[Pair], place: dict[str, int]) -> dict[str, list[Chosen]]:
     """Accepted rows of a paired source by split, in the order of their root rows."""
-    columns = pool.left().select("row", "offset", "length", "example_id")
-    by_row = {found[0]: found[1:] for found in columns.iter_rows()}
+    by_row = pool.rows([pair.row for pair in pairs], "offset", "length", "example_id")
     rows: dict[str, list[Chosen]] = {split: [] for split in SPLITS}
     for pair in sorted(pairs, key=lambda pair: place[pair.root.example_id]):
         offset, length, example_id = by_row[pair.row]
@@ -272,8 +271,9 @@ def _chosen_pairs(number: int, pool: Pool, pairs: list[Pair], place: dict[str, i
 
 def _require_safe(rows: dict[str, list[Chosen]], pools: list[Pool], roots: dict[str, Root]) -> None:
     """Split safety over all languages at once. Raises KilnError KLN501: the steps before must have seen to it."""
-    digests = [dict(pool.frame.select("row", "query").iter_rows()) for pool in pools]
-    require_disjoint((split, digests[row.source][row.row]) for split, members in rows.items() for row in members)
+    chosen = [row for members in rows.values() for row in members]
+    digests = [pool.rows((row.row for row in chosen if row.source == n), "query") for n, pool in enumerate(pools)]
+    require_disjoint((split, digests[row.source][row.row][0]) for split, members in rows.items() for row in members)
     ids = [row.example_id for members in rows.values() for row in members]
     if len(set(ids)) != len(ids):
         raise KilnError("KLN501", f"{len(ids) - len(set(ids))} example ids stand in more than one row")
@@ -331,14 +331,16 @@ def _write(
     with ExitStack() as files:
         splits = {name: files.enter_context(AtomicFile(out / "data" / f"{name}.jsonl")) for name in SPLITS}
         rejected = files.enter_context(AtomicFile(out / "data" / "rejected.jsonl"))
-        with progress.task("prepare: writing", sum(map(len, decided.rows.values())), "rows") as task:
-            for name, target in splits.items():
-                lost = write_split(target, name, decided.rows[name], revisions, workers, task)
-                for entry, keys in zip(inputs, lost, strict=True):
-                    counted = decided.summary.kiln[entry.dataset.language].lost_keys
-                    counted.update(Counter(counted) + keys)
+        task = files.enter_context(progress.task("prepare: writing", sum(map(len, decided.rows.values())), "rows"))
+        writers = {name: SplitWriter(name, decided.rows[name], revisions, workers) for name in SPLITS}
         for entry, read, pool in zip(inputs, surveys, decided.pools, strict=True):
             rejected_rows += write_rejected(rejected, entry.source, entry.dataset.language, read, pool)
+        for name, writer in writers.items():
+            writer.write(splits[name], task)
+            for entry, keys in zip(inputs, writer.lost, strict=True):
+                counted = decided.summary.kiln[entry.dataset.language].lost_keys
+                counted.update(Counter(counted) + keys)
+        for entry in inputs:
             entry.require_unchanged()
     summary = write_file(out / "data" / "drop_summary.json", document(decided.summary))
     return [

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from kiln_cli.files import AtomicFile
-from kiln_cli.identity import canonical_json, canonical_parsed
+from kiln_cli.identity import canonical_parsed
 from kiln_cli.lines import BOM, TRIMMED
 from kiln_cli.records import Record
 from kiln_cli.terminal import Task
 from kiln_stages.preparing.pool import Pool
 from kiln_stages.preparing.screening import raw_sha256
-from kiln_stages.preparing.survey import OpenSource, Survey, read_text
+from kiln_stages.preparing.survey import VALID, OpenSource, Survey, read_text
 from kiln_stages.preparing.workers import Workers
 
-BATCH_ROWS = 500
+BATCH_ROWS = 2_000
 
 
 class Chosen(NamedTuple):
@@ -30,6 +31,21 @@ class Chosen(NamedTuple):
     root_id: str | None
 
 
+class Rejected(msgspec.Struct, frozen=True, gc=False):
+    """A line of ``data/rejected.jsonl``: where a dropped row lies, what it is known by, and why it was dropped."""
+
+    detail: str
+    example_id: str | None
+    language: str
+    length: int
+    line: int
+    offset: int
+    pointer: str
+    reason: str
+    row_index: int
+    row_sha256: str | None
+
+
 class Batch(NamedTuple):
     """Rows to be written one behind the other. ``revisions`` has one text a source."""
 
@@ -38,21 +54,25 @@ class Batch(NamedTuple):
     revisions: tuple[str, ...]
 
 
-def write_split(
-    target: AtomicFile, split: str, rows: list[Chosen], revisions: tuple[str, ...], workers: Workers, task: Task
-) -> list[Counter[str]]:
-    """Writes one split's rows; the bytes do not depend on the number of workers.
+class SplitWriter:
+    """Writes one split's rows. Workers begin with the first of them at once; the bytes do not depend on how many.
 
-    Returns, for each source, the keys of tools and calls that an example does not hold, by rows that had them.
+    ``lost`` has, for each source, the keys of tools and calls that an example does not hold, by rows that had them.
     """
-    batches = (Batch(split, tuple(rows[i : i + BATCH_ROWS]), revisions) for i in range(0, len(rows), BATCH_ROWS))
-    lost: list[Counter[str]] = [Counter() for _ in revisions]
-    for size, (lines, keys) in zip(_sizes(len(rows)), workers.map(encode_batch, batches), strict=True):
-        target.write(lines)
-        for source, name in keys:
-            lost[source][name] += 1
-        task.advance(size)
-    return lost
+
+    def __init__(self, split: str, rows: list[Chosen], revisions: tuple[str, ...], workers: Workers) -> None:
+        self.lost: list[Counter[str]] = [Counter() for _ in revisions]
+        starts = range(0, len(rows), BATCH_ROWS)
+        batches = [Batch(split, tuple(rows[start : start + BATCH_ROWS]), revisions) for start in starts]
+        self._sizes = [len(batch.rows) for batch in batches]
+        self._results = workers.map(encode_batch, batches)
+
+    def write(self, target: AtomicFile, task: Task) -> None:
+        for size, (lines, keys) in zip(self._sizes, self._results, strict=True):
+            target.write(lines)
+            for source, name in keys:
+                self.lost[source][name] += 1
+            task.advance(size)
 
 
 def encode_batch(sources: list[OpenSource], batch: Batch) -> tuple[bytes, list[tuple[int, str]]]:
@@ -70,15 +90,11 @@ def encode_batch(sources: list[OpenSource], batch: Batch) -> tuple[bytes, list[t
 
 def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey: Survey, pool: Pool) -> int:
     """A line of ``rejected.jsonl`` for each dropped row, in row order; returns how many."""
-    names = list(source.reasons)
-    columns = survey.frame.select("row", "line", "offset", "length", "reason", "example_id")
-    final, places = pool.reasons_by_row(), source.plain.places
+    names, places = list(source.reasons), source.plain.places
     screened = iter(survey.dropped)
-    count = 0
-    for row, line, offset, length, reason, example_id in columns.iter_rows():
-        known = next(screened) if reason >= 0 else None
-        if final[row] < 0:
-            continue
+    dropped = pool.dropped(survey.frame["reason"])
+    for row, line, offset, length, example_id, at_screening, reason in dropped:
+        known = next(screened) if at_screening != VALID else None
         later = pool.later.get(row)
         if later is None and known is not None:
             detail, pointer, sha256 = known
@@ -87,33 +103,12 @@ def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey
             sha256 = known[2] if known is not None else raw_sha256(_record(source, offset, length))
         if places is not None:
             line, offset, length = places.line[row], places.offset[row], places.length[row]
-        target.write(
-            canonical_json(
-                {
-                    "detail": detail,
-                    "example_id": example_id,
-                    "language": language,
-                    "length": length,
-                    "line": line,
-                    "offset": offset,
-                    "pointer": pointer,
-                    "reason": names[final[row]],
-                    "row_index": row + 1,
-                    "row_sha256": sha256,
-                }
-            )
-            + b"\n"
-        )
-        count += 1
-    return count
+        rejected = Rejected(detail, example_id, language, length, line, offset, pointer, names[reason], row + 1, sha256)
+        target.write(canonical_parsed(rejected) + b"\n")
+    return len(dropped)
 
 
 def _record(source: OpenSource, offset: int, length: int) -> Record:
     raw = read_text(source.plain.stream, offset, length)
     text = (raw.removeprefix(BOM) if offset == 0 else raw).strip(TRIMMED)
     return Record(row_index=0, line=0, offset=offset, length=length, text=text, element=source.plain.elements)
-
-
-def _sizes(rows: int) -> Iterator[int]:
-    for start in range(0, rows, BATCH_ROWS):
-        yield min(BATCH_ROWS, rows - start)

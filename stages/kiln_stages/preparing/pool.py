@@ -6,7 +6,7 @@ Everything is decided by row order, the earliest row first; row bodies are never
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kiln_cli.config import DataConfig
 from kiln_cli.extensions import DropReason
@@ -35,6 +35,7 @@ class Pool:
         self.frame = frame
         self.later: dict[int, Later] = {}
         self.valid_rows = 0
+        self._applied = 0
         self._reasons = list(reasons)
         self._limits = limits
 
@@ -73,10 +74,25 @@ class Pool:
         self._apply()
         return self.frame.filter(pl.col("reason") == VALID)
 
-    def reasons_by_row(self) -> list[int]:
-        """The final reason of each row as an index into the declared ones, VALID for rows that are left."""
+    def rows(self, wanted: Iterable[int], *columns: str) -> dict[int, tuple[Any, ...]]:
+        """The named columns of some rows, by row."""
+        import polars as pl
+
+        chosen = pl.DataFrame({"row": list(wanted)}, schema={"row": pl.Int64})
+        found = chosen.join(self.frame, on="row", how="left", maintain_order="left").select("row", *columns)
+        return {entry[0]: entry[1:] for entry in found.iter_rows()}
+
+    def dropped(self, at_screening: pl.Series) -> list[tuple[Any, ...]]:
+        """The dropped rows in row order: row, line, offset, length, example_id, the reason at screening, the final one.
+
+        ``at_screening`` has the reason of each row as screening found it.
+        """
+        import polars as pl
+
         self._apply()
-        return self.frame["reason"].to_list()
+        found = self.frame.with_columns(at_screening=at_screening).filter(pl.col("reason") != VALID)
+        columns = ("row", "line", "offset", "length", "example_id", "at_screening", "reason")
+        return found.select(columns).rows()
 
     def counts(self) -> dict[str, int]:
         """Rows by reason, zeroes included."""
@@ -106,8 +122,9 @@ class Pool:
         """Writes the later drops into the table."""
         import polars as pl
 
-        if not self.later:
+        if len(self.later) == self._applied:
             return
+        self._applied = len(self.later)
         rows = list(self.later)
         reasons = [self.later[row].reason for row in rows]
         later = pl.DataFrame({"row": rows, "later": reasons}, schema={"row": pl.Int64, "later": pl.Int16})

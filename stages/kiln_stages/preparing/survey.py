@@ -7,6 +7,7 @@ processes work or where the cuts lie. What comes back are numbers and digests: r
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import os
 from array import array
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 import msgspec
 
 from kiln_cli.files import writing
-from kiln_cli.identity import canonical_json
+from kiln_cli.identity import canonical_parsed
 from kiln_cli.lines import LineReader
 from kiln_cli.records import Record
 from kiln_cli.terminal import Task
@@ -126,8 +127,10 @@ def survey(
     columns, dropped = Columns(), Dropped(scratch)
     sha256 = source.plain.sha256
     results = workers.map(screen_range, ranges(number, stream, size, range_bytes))
+    # The workers are busy meanwhile.
+    importlib.import_module("polars")
     if sha256 is None:
-        sha256 = _hash(stream, size)  # while the workers are busy
+        sha256 = _hash(stream, size)
     for part in results:
         dropped.extend(part.dropped)
         columns.append(part)
@@ -189,7 +192,7 @@ def _take(out: Columns, record: Record, source: OpenSource) -> None:
         out.reason.append(VALID)
     else:
         out.reason.append(source.reasons[drop.reason])
-        out.dropped.append(canonical_json([drop.detail, drop.pointer, raw_sha256(record)]))
+        out.dropped.append(canonical_parsed([drop.detail, drop.pointer, raw_sha256(record)]))
 
 
 def read_text(stream: BinaryIO, offset: int, length: int) -> bytes:
