@@ -60,7 +60,7 @@ class DropReason(msgspec.Struct, frozen=True, kw_only=True):
     - ``line``: bytes before they are a row; raised by the reader, ``check`` is None.
     - ``row``: ``check(candidate, limits)`` returns None, or a detail that says what was found and expected. Reasons of
       order above 90 may use the parsed tools and calls: by then their shape is proven.
-    - ``pool``: ``key(candidate)`` returns a key; the first row with it stays, later ones are dropped. ``match``
+    - ``pool``: ``key(candidate)`` returns text or bytes; the first row with it stays, later ones are dropped. ``match``
       replaces equality of keys: given the keys of the rows that are left, in order, it yields pairs (index of a row to
       drop, index of the row it repeats).
     - ``pair``: compares a row with its root row; built in.
@@ -75,7 +75,7 @@ class DropReason(msgspec.Struct, frozen=True, kw_only=True):
     pointer: str = ""
     opt_in: bool = False
     check: Callable[[Candidate, DataConfig], str | None] | None = None
-    key: Callable[[Candidate], str] | None = None
+    key: Callable[[Candidate], str | bytes] | None = None
     match: Callable[[Sequence[str], DataConfig], Iterable[tuple[int, int]]] | None = None
 
 

@@ -12,8 +12,8 @@ def kiln_drop_reasons() -> Iterable[DropReason]:
     return (DUPLICATE_QUERY, *PAIR_REASONS)
 
 
-def _query_sha256(candidate: Candidate) -> str:
-    return candidate.query_sha256
+def _query_digest(candidate: Candidate) -> bytes:
+    return candidate.query_digest
 
 
 DUPLICATE_QUERY = DropReason(
@@ -22,7 +22,7 @@ DUPLICATE_QUERY = DropReason(
     scope="pool",
     order=110,
     pointer="/query",
-    key=_query_sha256,
+    key=_query_digest,
 )
 PAIR_REASONS = tuple(
     DropReason(name=name, doc=doc, scope="pair", order=order)

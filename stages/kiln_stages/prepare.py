@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,7 +40,7 @@ from kiln_stages.preparing.emit import Chosen, SplitWriter, write_rejected
 from kiln_stages.preparing.pairing import Pair, Pairing, Root
 from kiln_stages.preparing.pool import Pool
 from kiln_stages.preparing.screening import Screen
-from kiln_stages.preparing.split import SPLITS, Member, Splits, require_disjoint, sizes, split_pool
+from kiln_stages.preparing.split import SPLITS, Splits, require_disjoint, sizes, split_pool
 from kiln_stages.preparing.survey import RANGE_BYTES, OpenSource, Survey, survey
 from kiln_stages.preparing.workers import Workers, available
 from kiln_stages.reading.sources import STDIN, Choice, open_rows
@@ -211,10 +212,9 @@ def _decide(
     config: LoadedConfig, datasets: list[DatasetConfig], surveys: list[Survey], reasons: list[DropReason]
 ) -> Decided:
     limits = config.run.data
-    taken: set[str] = set()
     pools = [Pool(read.frame, reasons, limits) for read in surveys]
-    for pool in pools:
-        pool.claim_ids(taken)
+    for number, pool in enumerate(pools):
+        pool.claim_ids(pools[:number])
     root = pools[0]
     root.drop_duplicates()
     wanted, splits = _split_root(config, root)
@@ -233,11 +233,13 @@ def _decide(
 
 
 def _split_root(config: LoadedConfig, root: Pool) -> tuple[dict[str, int], Splits]:
-    left = root.left()
-    wanted = sizes(config.run.data, left.height)
-    members = [Member(*found) for found in left.select("row", "group", "stratum").iter_rows()]
+    limits = config.run.data
+    rows = array("q", root.left("row")["row"])
+    wanted = sizes(limits, len(rows))
+    label = "group" if limits.group_by is not None else "stratum" if limits.stratify_by is not None else None
+    labels = root.left(label)[label].to_list() if label is not None else None
     try:
-        return wanted, split_pool(members, wanted, config.run.project.seed, config.run.data)
+        return wanted, split_pool(rows, wanted, config.run.project.seed, limits, labels)
     except KilnError as error:
         raise _too_small(error, root, wanted) from None
 

@@ -17,13 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.preparing.screening import Screen
-from kiln_stages.preparing.survey import OpenSource, Range, ranges, screen_range, survey
+from kiln_stages.preparing.survey import OpenSource, ranges, survey
 from kiln_stages.preparing.workers import Workers
 from kiln_stages.reading.sources import open_rows
 from prepare.conftest import (
@@ -250,17 +249,17 @@ def test_ranges_cover_the_file_and_change_nothing(plugins: Plugins, data: bytes,
         if data.strip(b"\xef\xbb\xbf \t\r\n\x0c")[:1] == b"[":
             return  # may be an array, which is laid out as lines first
         source = open_source(path, plugins, scratch, stack)
-        whole = screen_range([source], Range(0, 0, len(data)))
-        joined = None
-        for part in cuts:
-            columns = screen_range([source], part)
-            if joined is None:
-                joined = columns
-            else:
-                joined.dropped += columns.dropped
-                joined.append(columns)
-        if joined is not None:
-            assert msgspec.structs.asdict(joined) == msgspec.structs.asdict(whole)
+        whole, parts = (surveyed(source, scratch, size) for size in (len(data) + 1, range_bytes))
+        assert parts == whole
+
+
+def surveyed(source: OpenSource, scratch: Path, range_bytes: int) -> tuple[object, ...]:
+    """All that a survey says of a source."""
+    with Workers([source], 1) as workers, SILENT.task("", None, "") as task:
+        read = survey([source], 0, workers, scratch, task, range_bytes)
+    dropped = list(read.dropped)
+    read.dropped.close()
+    return read.frame.to_dict(as_series=False), dropped, read.blank_lines, read.had_bom, read.sha256, read.size
 
 
 @pytest.mark.usefixtures("low_cap")

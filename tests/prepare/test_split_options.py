@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.preparing.pool import Pool
-from kiln_stages.preparing.split import Member, apportion, require_disjoint, sizes, split_pool
+from kiln_stages.preparing.split import apportion, require_disjoint, sizes, split_pool
 from prepare.conftest import SPLITS, A, examples, ids, jsonl, project, raw, rejected, tree
 
 from kiln_cli.config import DataConfig
@@ -112,13 +112,14 @@ def test_ratios_that_leave_a_split_empty(tmp_path: Path, plugins: Plugins, count
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=3, max_size=60), st.data(), st.integers(0, 2**32))
 def test_no_group_is_in_two_splits(labels: list[int], data: st.DataObject, seed: int) -> None:
-    pool = [Member(row, group=str(label) if label else None) for row, label in enumerate(labels)]
+    pool = range(len(labels))
+    groups = [str(label) if label else None for label in labels]
     train = data.draw(st.integers(1, len(labels) - 2))
     validation = data.draw(st.integers(1, len(labels) - train - 1))
     test = data.draw(st.integers(1, len(labels) - train - validation))
     wanted = wanted_of((train, validation, test))
     try:
-        splits = split_pool(pool, wanted, seed, DataConfig(group_by="tool"))
+        splits = split_pool(pool, wanted, seed, DataConfig(group_by="tool"), groups)
     except KilnError as error:
         assert error.code == "KLN205"
         assume(False)
@@ -131,14 +132,14 @@ def test_no_group_is_in_two_splits(labels: list[int], data: st.DataObject, seed:
         for row in rows:
             homes.setdefault(labels[row], set()).add(name)
     assert all(len(found) == 1 for label, found in homes.items() if label)
-    assert splits == split_pool(pool, wanted, seed, DataConfig(group_by="tool"))
+    assert splits == split_pool(pool, wanted, seed, DataConfig(group_by="tool"), groups)
 
 
 def test_groups_of_one_are_the_plain_split() -> None:
-    pool = [Member(row, group=str(row)) for row in range(50)]
+    pool = range(50)
     wanted = wanted_of((30, 10, 5))
-    plain = split_pool([Member(row) for row in range(50)], wanted, 5, DataConfig())
-    assert split_pool(pool, wanted, 5, DataConfig(group_by="tool")) == plain
+    plain = split_pool(range(50), wanted, 5, DataConfig())
+    assert split_pool(pool, wanted, 5, DataConfig(group_by="tool"), list(map(str, pool))) == plain
 
 
 def called(name: str) -> str:
@@ -206,12 +207,13 @@ def test_too_few_groups(tmp_path: Path, plugins: Plugins, topics: int) -> None:
     st.integers(0, 2**32),
 )
 def test_each_split_takes_its_share_of_every_stratum(labels: list[int], data: st.DataObject, seed: int) -> None:
-    pool = [Member(row, stratum=str(label) if label else None) for row, label in enumerate(labels)]
+    pool = range(len(labels))
+    strata = [str(label) if label else None for label in labels]
     train = data.draw(st.integers(1, len(labels) - 2))
     validation = data.draw(st.integers(1, len(labels) - train - 1))
     test = data.draw(st.integers(1, len(labels) - train - validation) | st.just(len(labels) - train - validation))
     wanted = wanted_of((train, validation, test))
-    splits = split_pool(pool, wanted, seed, DataConfig(stratify_by="tool"))
+    splits = split_pool(pool, wanted, seed, DataConfig(stratify_by="tool"), strata)
     assert {name: len(rows) for name, rows in splits.items()} == wanted
     everything = [row for rows in splits.values() for row in rows]
     assert len(set(everything)) == len(everything)
@@ -226,10 +228,9 @@ def test_each_split_takes_its_share_of_every_stratum(labels: list[int], data: st
 
 def test_one_stratum_is_the_plain_split() -> None:
     wanted = wanted_of((30, 10, 5))
-    plain = split_pool([Member(row) for row in range(50)], wanted, 5, DataConfig())
+    plain = split_pool(range(50), wanted, 5, DataConfig())
     for stratum in (None, "same"):
-        pool = [Member(row, stratum=stratum) for row in range(50)]
-        assert split_pool(pool, wanted, 5, DataConfig(stratify_by="tool")) == plain
+        assert split_pool(range(50), wanted, 5, DataConfig(stratify_by="tool"), [stratum] * 50) == plain
 
 
 def test_a_run_by_strata_and_ratios(tmp_path: Path, plugins: Plugins) -> None:

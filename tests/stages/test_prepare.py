@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.prepare import PrepareResult
-from kiln_stages.preparing.split import Member, split_pool
+from kiln_stages.preparing.split import split_pool
 from tests_support import shared_path
 
 from kiln_cli import files
@@ -370,7 +370,7 @@ def test_query_digests(query: str, prefix: str) -> None:
 
 def test_shuffle_vectors() -> None:
     def order(count: int, seed: int) -> list[int]:
-        return split_pool([Member(row) for row in range(count)], {"train": count}, seed, DataConfig())["train"]
+        return split_pool(range(count), {"train": count}, seed, DataConfig())["train"]
 
     assert order(10, 0) == [7, 8, 1, 5, 3, 4, 2, 0, 9, 6]
     assert order(10, 7) == [8, 3, 1, 4, 7, 0, 9, 6, 2, 5]
@@ -385,7 +385,7 @@ def test_sizes_move_borders_and_never_the_order(count: int, seed: int, data: st.
     train = data.draw(st.integers(1, count - 2))
     validation = data.draw(st.integers(1, count - train - 1))
     test = data.draw(st.integers(1, count - train - validation))
-    pool = [Member(row) for row in range(count)]
+    pool = range(count)
     splits = split_pool(pool, {"train": train, "validation": validation, "test": test}, seed, DataConfig())
     whole = list(range(count))
     random.Random(seed).shuffle(whole)

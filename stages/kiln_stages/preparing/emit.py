@@ -92,8 +92,8 @@ def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey
     """A line of ``rejected.jsonl`` for each dropped row, in row order; returns how many."""
     names, places = list(source.reasons), source.plain.places
     screened = iter(survey.dropped)
-    dropped = pool.dropped(survey.frame["reason"])
-    for row, line, offset, length, example_id, at_screening, reason in dropped:
+    count = 0
+    for row, line, offset, length, example_id, at_screening, reason in pool.dropped(survey.frame["reason"]):
         known = next(screened) if at_screening != VALID else None
         later = pool.later.get(row)
         if later is None and known is not None:
@@ -105,7 +105,8 @@ def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey
             line, offset, length = places.line[row], places.offset[row], places.length[row]
         rejected = Rejected(detail, example_id, language, length, line, offset, pointer, names[reason], row + 1, sha256)
         target.write(canonical_parsed(rejected) + b"\n")
-    return len(dropped)
+        count += 1
+    return count
 
 
 def _record(source: OpenSource, offset: int, length: int) -> Record:

@@ -50,7 +50,7 @@ class Pairing:
             pool.drop_duplicates(without=frozenset({"duplicate_query"}))
         accepted: dict[str, Pair] = {}
         texts: dict[bytes, int] = {}
-        for row, link, digest, pair_texts in _rows(pool.left()):
+        for row, link, digest, pair_texts in _rows(pool.left("row", "link", "query", "texts")):
             if release_digests and digest in texts:
                 pool.drop(row, "duplicate_query", f"row {texts[digest] + 1} has the same key")
                 continue
@@ -83,4 +83,4 @@ class Pairing:
 
 
 def _rows(left: pl.DataFrame) -> Iterator[tuple[int, str, bytes, bytes]]:
-    yield from left.select("row", "link", "query", "texts").iter_rows()
+    yield from left.iter_rows()

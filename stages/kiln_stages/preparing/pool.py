@@ -5,7 +5,7 @@ Everything is decided by row order, the earliest row first; row bodies are never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kiln_cli.config import DataConfig
@@ -39,20 +39,19 @@ class Pool:
         self._reasons = list(reasons)
         self._limits = limits
 
-    def claim_ids(self, taken: set[str]) -> None:
-        """The first object with an id has it, kept or not; ``taken`` are ids of the sources before, and grows."""
+    def claim_ids(self, earlier: Iterable[Pool]) -> None:
+        """The first object with an id has it, kept or not; rows of ``earlier`` sources come first."""
         import polars as pl
 
         number = self._index("duplicate_example_id")
-        named = self.frame.filter(pl.col("example_id").is_not_null())
+        named = self.frame.select("row", "reason", "example_id").filter(pl.col("example_id").is_not_null())
         repeated = ~named["example_id"].is_first_distinct()
-        if taken:
-            repeated |= named["example_id"].is_in(list(taken))
+        for other in earlier:
+            repeated |= named["example_id"].is_in(other.frame["example_id"].drop_nulls().implode())
         # A fault that comes before in the declared order stays the row's reason.
         open_to_it = (named["reason"] == VALID) | (named["reason"] > number)
         for row, name in named.filter(repeated & open_to_it).select("row", "example_id").iter_rows():
             self.later[row] = self._later(number, f"id {name!r} stands in an earlier row")
-        taken.update(named["example_id"].to_list())
         self._apply()
         self.valid_rows = int((self.frame["reason"] == VALID).sum())
 
@@ -67,22 +66,23 @@ class Pool:
         """For steps that go row by row (pairing); takes effect with :meth:`left`."""
         self.later[row] = self._later(self._index(reason), detail)
 
-    def left(self) -> pl.DataFrame:
-        """The rows that no reason drops, in row order."""
+    def left(self, *columns: str) -> pl.DataFrame:
+        """The named columns of the rows that no reason drops, in row order."""
         import polars as pl
 
         self._apply()
-        return self.frame.filter(pl.col("reason") == VALID)
+        return self.frame.select("reason", *columns).filter(pl.col("reason") == VALID).drop("reason")
 
     def rows(self, wanted: Iterable[int], *columns: str) -> dict[int, tuple[Any, ...]]:
         """The named columns of some rows, by row."""
         import polars as pl
 
         chosen = pl.DataFrame({"row": list(wanted)}, schema={"row": pl.Int64})
-        found = chosen.join(self.frame, on="row", how="left", maintain_order="left").select("row", *columns)
+        table = self.frame.select("row", *columns)
+        found = chosen.join(table, on="row", how="left", maintain_order="left")
         return {entry[0]: entry[1:] for entry in found.iter_rows()}
 
-    def dropped(self, at_screening: pl.Series) -> list[tuple[Any, ...]]:
+    def dropped(self, at_screening: pl.Series) -> Iterator[tuple[Any, ...]]:
         """The dropped rows in row order: row, line, offset, length, example_id, the reason at screening, the final one.
 
         ``at_screening`` has the reason of each row as screening found it.
@@ -90,9 +90,9 @@ class Pool:
         import polars as pl
 
         self._apply()
-        found = self.frame.with_columns(at_screening=at_screening).filter(pl.col("reason") != VALID)
         columns = ("row", "line", "offset", "length", "example_id", "at_screening", "reason")
-        return found.select(columns).rows()
+        found = self.frame.with_columns(at_screening=at_screening).select(columns)
+        return found.filter(pl.col("reason") != VALID).iter_rows()
 
     def counts(self) -> dict[str, int]:
         """Rows by reason, zeroes included."""
@@ -102,7 +102,7 @@ class Pool:
 
     def _drop_repeats(self, reason: DropReason, column: str) -> None:
         number = self._index(reason.name)
-        left = self.left()
+        left = self.left("row", column)
         rows, keys = left["row"], left[column]
         if reason.match is not None:
             order = rows.to_list()
@@ -119,17 +119,13 @@ class Pool:
             self.later[row] = self._later(number, f"row {first + 1} has the same key")
 
     def _apply(self) -> None:
-        """Writes the later drops into the table."""
-        import polars as pl
-
+        """Writes the later drops into the table; all other columns stay where they are."""
         if len(self.later) == self._applied:
             return
         self._applied = len(self.later)
-        rows = list(self.later)
-        reasons = [self.later[row].reason for row in rows]
-        later = pl.DataFrame({"row": rows, "later": reasons}, schema={"row": pl.Int64, "later": pl.Int16})
-        joined = self.frame.join(later, on="row", how="left", maintain_order="left")
-        self.frame = joined.with_columns(reason=pl.coalesce("later", "reason")).drop("later")
+        reasons = self.frame["reason"].clone()
+        reasons.scatter(list(self.later), [later.reason for later in self.later.values()])
+        self.frame = self.frame.with_columns(reasons)
 
     def _later(self, number: int, detail: str) -> Later:
         return Later(number, detail, self._reasons[number].pointer)
@@ -142,9 +138,9 @@ def _repeats(rows: pl.Series, keys: pl.Series) -> list[tuple[int, int]]:
     """(row, first row of the same key) for each row whose key stands before it."""
     import polars as pl
 
-    frame = pl.DataFrame({"row": rows, "key": keys})
-    first = keys.is_first_distinct()
-    repeated = frame.filter(~first)
-    firsts = frame.filter(first).select("key", first="row")
+    table = pl.DataFrame({"row": rows, "key": keys})
+    repeated = table.filter(~keys.is_first_distinct())
+    # Only keys that are repeated at all: nearly every key is not, and need not be copied.
+    firsts = table.join(repeated.select("key"), on="key", how="semi").group_by("key").agg(first=pl.col("row").min())
     joined = repeated.join(firsts, on="key", maintain_order="left")
     return list(joined.select("row", "first").iter_rows())

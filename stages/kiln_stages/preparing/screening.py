@@ -49,7 +49,7 @@ class Screened(NamedTuple):
     example_id: str | None
     drop: Drop | None
     query: bytes = b""
-    keys: tuple[str, ...] = ()
+    keys: tuple[str | bytes, ...] = ()
     link: str | None = None
     texts: bytes = b""
     group: str | None = None
@@ -64,7 +64,8 @@ class Made(NamedTuple):
 
 
 class Screen:
-    """The row-local rules of one data set, in declared order. ``pool_keys``: how many keys a valid row has.
+    """The row-local rules of one data set, in declared order. ``pool_keys``: how many keys a valid row has;
+    ``asked_for``: which of link, texts, group and stratum anything will look at.
 
     ``pairing`` says that rows of several sources will be compared, so that their texts need digests.
     """
@@ -87,6 +88,13 @@ class Screen:
         self._checks = [(r, r.check) for r in reasons if r.scope == "row" and r.check is not None]
         self._keyed = [r for r in reasons if r.scope == "pool" and r.key is not None]
         self.pool_keys = len(self._keyed)
+        optional = {
+            "link": dataset.source_id_column is not None,
+            "texts": pairing,
+            "group": limits.group_by is not None,
+            "stratum": limits.stratify_by is not None,
+        }
+        self.asked_for = frozenset(name for name, asked in optional.items() if asked)
 
     def screen(self, record: Record) -> Screened:
         try:
@@ -156,7 +164,7 @@ class Screen:
             raise KilnError("KLN210", f"source {self._source.name!r} yielded {type(row).__name__}, not ToolCallRow")
         return row
 
-    def _key(self, reason: DropReason, candidate: Candidate) -> str:
+    def _key(self, reason: DropReason, candidate: Candidate) -> str | bytes:
         try:
             return reason.key(candidate) if reason.key is not None else ""
         except NOT_ITS_FAULT:

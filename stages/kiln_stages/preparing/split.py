@@ -18,11 +18,10 @@ SPLITS = ("train", "validation", "test")
 
 
 class Member(NamedTuple):
-    """A row of the pool, as far as splitting looks at it. ``group`` and ``stratum`` are None where it has none."""
+    """A row of the pool and its group or stratum, None where it has none."""
 
     row: int
-    group: str | None = None
-    stratum: str | None = None
+    label: str | None
 
 
 Splits = dict[str, list[int]]
@@ -36,8 +35,14 @@ def sizes(limits: DataConfig, pool: int) -> dict[str, int]:
     return dict(zip(SPLITS, apportion(dict(enumerate(limits.ratios)), pool).values(), strict=True))
 
 
-def split_pool(pool: Sequence[Member], wanted: Mapping[str, int], seed: int, limits: DataConfig) -> Splits:
-    """The rows of each split, in shuffled order.
+def split_pool(
+    pool: Sequence[int],
+    wanted: Mapping[str, int],
+    seed: int,
+    limits: DataConfig,
+    labels: Sequence[str | None] | None = None,
+) -> Splits:
+    """The rows of each split, in shuffled order. ``labels``: the group or stratum of each row, where one is asked for.
 
     The shuffle is ``random.Random(seed)`` over the whole pool before it is cut, so other sizes move the borders but not
     the order. Raises KilnError KLN205 where the pool, or what grouping leaves of it, is too small.
@@ -51,16 +56,15 @@ def split_pool(pool: Sequence[Member], wanted: Mapping[str, int], seed: int, lim
             f"too few rows for the splits: of {len(pool)}, [data] ratios give {dict(wanted)}",
             hint="raise the ratio of the split that gets none, or bring more rows",
         )
-    shuffled = list(pool)
-    random.Random(seed).shuffle(shuffled)
-    if limits.group_by is not None:
-        return _by_group(shuffled, wanted)
-    if limits.stratify_by is not None:
-        return _by_stratum(shuffled, wanted)
+    order = list(range(len(pool)))
+    random.Random(seed).shuffle(order)
+    if labels is not None:
+        shuffled = [Member(pool[place], labels[place]) for place in order]
+        return _by_group(shuffled, wanted) if limits.group_by is not None else _by_stratum(shuffled, wanted)
     splits: Splits = {}
     start = 0
     for name, size in wanted.items():
-        splits[name] = [member.row for member in shuffled[start : start + size]]
+        splits[name] = [pool[place] for place in order[start : start + size]]
         start += size
     return splits
 
@@ -69,7 +73,7 @@ def _by_group(shuffled: list[Member], wanted: Mapping[str, int]) -> Splits:
     """Groups in the order of their first rows; where that does not come out even, the largest groups first."""
     groups: dict[object, list[int]] = defaultdict(list)
     for member in shuffled:
-        groups[member.group if member.group is not None else ("alone", member.row)].append(member.row)
+        groups[member.label if member.label is not None else ("alone", member.row)].append(member.row)
     splits = _place_groups(groups.values(), wanted)
     if _short(splits, wanted):
         splits = _place_groups(sorted(groups.values(), key=len, reverse=True), wanted)
@@ -111,7 +115,7 @@ def _by_stratum(shuffled: list[Member], wanted: Mapping[str, int]) -> Splits:
     waiting: dict[str, list[int]] = defaultdict(list)
     place = {member.row: number for number, member in enumerate(shuffled)}
     for member in shuffled:
-        waiting[member.stratum or ""].append(member.row)
+        waiting[member.label or ""].append(member.row)
     shares = _shares({stratum: len(waiting[stratum]) for stratum in sorted(waiting)}, wanted)
     splits: Splits = {}
     for name in wanted:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import msgspec
 
@@ -68,21 +68,12 @@ class Columns(msgspec.Struct):
     reason: array[int] = msgspec.field(default_factory=lambda: array("h"))
     example_id: list[str | None] = []
     query: list[bytes] = []
-    keys: list[tuple[str, ...]] = []
+    keys: list[tuple[str | bytes, ...]] = []
     link: list[str | None] = []
     texts: list[bytes] = []
     group: list[str | None] = []
     stratum: list[str | None] = []
     dropped: list[bytes] = []
-
-    def append(self, other: Columns) -> None:
-        """Puts the next range behind this one."""
-        self.line.extend(number + self.lines for number in other.line)
-        self.lines += other.lines
-        self.blank += other.blank
-        self.had_bom |= other.had_bom
-        for name in ("offset", "length", "reason", "example_id", "query", "keys", "link", "texts", "group", "stratum"):
-            getattr(self, name).extend(getattr(other, name))
 
 
 class Dropped:
@@ -124,20 +115,22 @@ def survey(
     source = sources[number]
     stream = source.plain.stream
     size = os.fstat(stream.fileno()).st_size
-    columns, dropped = Columns(), Dropped(scratch)
+    frames, dropped = [], Dropped(scratch)
+    rows = lines = blank = 0
+    had_bom = source.plain.had_bom
     sha256 = source.plain.sha256
     results = workers.map(screen_range, ranges(number, stream, size, range_bytes))
     # The workers are busy meanwhile.
-    importlib.import_module("polars")
+    _import_polars()
     if sha256 is None:
         sha256 = _hash(stream, size)
     for part in results:
         dropped.extend(part.dropped)
-        columns.append(part)
+        frames.append(_frame(part, source, rows, lines))
+        rows, lines, blank = rows + len(part.line), lines + part.lines, blank + part.blank
+        had_bom |= part.had_bom
         task.advance(len(part.line))
-    blank = columns.blank + source.plain.blank
-    had_bom = columns.had_bom or source.plain.had_bom
-    return Survey(_frame(columns, source), dropped, blank, had_bom, sha256, source.plain.size)
+    return Survey(_joined(frames, source), dropped, blank + source.plain.blank, had_bom, sha256, source.plain.size)
 
 
 def ranges(source: int, stream: BinaryIO, size: int, range_bytes: int) -> list[Range]:
@@ -238,26 +231,49 @@ def _hash(stream: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def _frame(columns: Columns, source: OpenSource) -> pl.DataFrame:
+def _import_polars() -> None:
+    """Has polars hand memory back at once: what its allocator keeps for later use is a third of this stage's peak."""
+    os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")
+    importlib.import_module("polars")
+
+
+def _frame(columns: Columns, source: OpenSource, rows: int, lines: int) -> pl.DataFrame:
+    """The table of one range; ``rows`` and ``lines`` are what stands before it in the file."""
     import polars as pl
 
     prefix = f"{source.screen.dataset.dataset_id}:"
     identities = [
-        f"{prefix}{row}" if name == POSITIONAL else name for row, name in enumerate(columns.example_id, start=1)
+        f"{prefix}{row}" if name == POSITIONAL else name for row, name in enumerate(columns.example_id, start=rows + 1)
     ]
     data = {
-        "line": pl.Series(columns.line, dtype=pl.Int64),
+        "row": pl.Series(range(rows, rows + len(columns.line)), dtype=pl.Int64),
+        "line": pl.Series(columns.line, dtype=pl.Int64) + lines,
         "offset": pl.Series(columns.offset, dtype=pl.Int64),
         "length": pl.Series(columns.length, dtype=pl.Int64),
         "reason": pl.Series(columns.reason, dtype=pl.Int16),
         "example_id": pl.Series(identities, dtype=pl.String),
         "query": pl.Series(columns.query, dtype=pl.Binary),
-        "link": pl.Series(columns.link, dtype=pl.String),
-        "texts": pl.Series(columns.texts, dtype=pl.Binary),
-        "group": pl.Series(columns.group, dtype=pl.String),
-        "stratum": pl.Series(columns.stratum, dtype=pl.String),
     }
+    # Columns that nothing will ask for take no memory: a table of millions of rows is mostly made of columns.
+    asked_for = source.screen.asked_for
+    optional: dict[str, list[Any]] = {
+        "link": columns.link,
+        "texts": columns.texts,
+        "group": columns.group,
+        "stratum": columns.stratum,
+    }
+    for name, values in optional.items():
+        dtype = pl.Binary if name == "texts" else pl.String
+        size = len(columns.line)
+        data[name] = pl.Series(values, dtype=dtype) if name in asked_for else pl.repeat(None, size, eager=True)
     for number in range(source.screen.pool_keys):
         keys = [key[number] if key else None for key in columns.keys]
-        data[f"key {number}"] = pl.Series(keys, dtype=pl.String)
-    return pl.DataFrame(data).with_row_index("row").cast({"row": pl.Int64})
+        data[f"key {number}"] = pl.Series(keys)  # text or bytes, as the reason has it
+    return pl.DataFrame(data)
+
+
+def _joined(frames: list[pl.DataFrame], source: OpenSource) -> pl.DataFrame:
+    import polars as pl
+
+    # Relaxed: a range without a valid row has no keys, so it cannot tell of which kind they are.
+    return pl.concat(frames or [_frame(Columns(), source, 0, 0)], how="vertical_relaxed")
