@@ -113,7 +113,9 @@ def main() -> None:
     except BrokenPipeError:
         code = _closed_pipe()
     except OSError as error:
-        code = _show(_as_kiln_error(error))
+        _park_stdout()
+        if code != Exit.RESOURCE:  # else the command met the same fault and it is told
+            code = _show(_as_kiln_error(error))
     sys.exit(code)
 
 
@@ -161,7 +163,10 @@ def _as_kiln_error(error: Exception) -> KilnError:
 
 def _show(error: KilnError) -> int:
     if terminal.json:
-        terminal.json_data(error.as_json())
+        try:
+            terminal.json_data(error.as_json())
+        except OSError:
+            _park_stdout()  # the fault may be of stdout itself; stderr has it below
     sys.stderr.write(block(f"kiln: {error.code}: {error.message}") + "\n")
     if error.hint:
         sys.stderr.write(block(f"hint: {error.hint}") + "\n")
@@ -171,9 +176,14 @@ def _show(error: KilnError) -> int:
 
 
 def _closed_pipe() -> int:
-    """The reader went away: end quietly, as other tools do; stdout is parked so that the last flush is silent."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """The reader went away: end quietly, as other tools do."""
+    _park_stdout()
     return 128 + signal.SIGPIPE
+
+
+def _park_stdout() -> None:
+    """What stdout still holds goes nowhere, so that Python's last flush neither speaks nor changes the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -326,12 +326,18 @@ def test_head_of_a_listing() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_device_is_a_resource() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["explain"], ["plugins", "--json"]])
+def test_a_full_device_is_a_resource(arguments: list[str], unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([*KILN, "explain"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [*KILN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
+        )
     assert done.returncode == Exit.RESOURCE
-    assert "KLN402" in done.stderr
+    assert done.stderr.count("KLN402") == 1
     assert "Traceback" not in done.stderr
+    assert "ignored" not in done.stderr
 
 
 # --- explain, plugins and the catalogue

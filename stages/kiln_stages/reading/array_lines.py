@@ -16,7 +16,8 @@ from kiln_cli.lines import BOM, LINE_CAP, TRIMMED
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 # Up to what matters outside strings: at the array's own level, and deeper, where whole strings are stepped over.
 _TO_STRUCTURE = re.compile(rb'[^",\[\]{}]*+')
-_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\\r\n]++|\\[^\r\n])*+")*+')
+# No possessive repeat of a group within another: Python 3.11.2 takes a string without an end for a whole one.
+_TO_BRACKET = re.compile(rb'[^"\[\]{}]*(?:"[^"\\\r\n]*(?:\\[^\r\n][^"\\\r\n]*)*"[^"\[\]{}]*)*')
 _STRING_BODY = re.compile(rb'(?:[^"\\\r\n]++|\\[^\r\n])*+')
 _LINE_ENDS_TO_BLANKS = bytes.maketrans(b"\r\n", b"  ")
 
