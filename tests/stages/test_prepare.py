@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.prepare import PrepareResult
 from kiln_stages.preparing.split import split_pool
+from prepare.conftest import ABSENT, ROOT_REASONS, SCHEMA, SPLITS, A, T, jsonl, raw
 from tests_support import shared_path
 
 from kiln_cli import files
@@ -30,23 +31,6 @@ from kiln_cli.manifests import read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_cli.records import Candidate, ToolCallRow
 
-SCHEMA = "sommelier.raw_tool_call_row.v1"
-T = '[{"name":"f","description":"d","parameters":{}}]'
-A = '[{"name":"f","arguments":{}}]'
-SPLITS = ("train", "validation", "test")
-ROOT_REASONS = (
-    "missing_query",
-    "missing_tools",
-    "missing_answers",
-    "query_too_short",
-    "query_too_long",
-    "invalid_tools_json",
-    "invalid_tool_shape",
-    "invalid_answers_json",
-    "invalid_answer_shape",
-    "multi_call_answer",
-    "duplicate_query",
-)
 PAIR_REASONS = (
     "missing_source_example",
     "duplicate_source_example",
@@ -54,7 +38,6 @@ PAIR_REASONS = (
     "pair_answers_mismatch",
     "cross_split_duplicate",
 )
-ABSENT = object()
 
 Prepare = Callable[..., PrepareResult]
 
@@ -88,24 +71,6 @@ def run_prepare(make_run: Callable[..., Path], plugins: Plugins) -> Prepare:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "project" / "run"
-
-
-def raw(number: object, **changes: object) -> dict[str, Any]:
-    """A sound row; a change to ABSENT takes the field away."""
-    row: dict[str, Any] = {
-        "schema_version": SCHEMA,
-        "source_id": f"s{number}",
-        "query": f"Valid query for row {number}",
-        "tools": T,
-        "answers": A,
-        "source_revision": "v",
-    }
-    row.update(changes)
-    return {key: value for key, value in row.items() if value is not ABSENT}
-
-
-def jsonl(*rows: dict[str, Any]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 def rejected(run: Path) -> list[dict[str, Any]]:
