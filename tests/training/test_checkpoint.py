@@ -21,7 +21,7 @@ from kiln_stages.training.checkpoint import (
     load_checkpoint,
     publish_checkpoint,
 )
-from kiln_stages.training.checkpoint_manifest import Binding, RngStream, differences, require_same
+from kiln_stages.training.checkpoint_manifest import Binding, RngStream, differences, require_same, scheduler_state
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.order import epoch_order
 from kiln_stages.training.trainer import Trainer, require_no_later, train_adapter
@@ -340,3 +340,14 @@ def _set(value: dict[str, Any], at: str, new: Any) -> None:
     for part in parents:
         value = value[part]
     value[last] = new
+
+
+def test_the_schedule_is_that_of_the_contract() -> None:
+    assert scheduler_state("native_online_lora_v1", 0.001) == {
+        "profile": "native_online_lora_v1",
+        "learning_rate": 0.001,
+        "microbatch_conversations": 1,
+        "gradient_accumulation_steps": 1,
+        "warmup_steps": 0,
+        "gradient_clipping": "none",
+    }

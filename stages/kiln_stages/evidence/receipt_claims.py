@@ -27,6 +27,7 @@ from kiln_stages.training.checkpoint_manifest import (
     PrecisionPolicy,
     RngStream,
     flatten,
+    scheduler_state,
 )
 from kiln_stages.training.loop_state import STATE_TYPE
 from kiln_stages.training.tensors import Shard, base_model_sha256
@@ -67,14 +68,7 @@ def binding(receipt: TrainReceipt) -> Binding:
         total_steps=receipt.steps,
         optimizer_kind=parameters["optimizer"]["kind"],
         optimizer_hyperparameters=parameters["optimizer"]["effective"],
-        scheduler_state={
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": "none",
-            "learning_rate": config.rate,
-            "microbatch_conversations": 1,
-            "profile": config.profile,
-            "warmup_steps": 0,
-        },
+        scheduler_state=scheduler_state(config.profile, config.rate),
         rng_streams={
             "epoch-order": RngStream(algorithm=parameters["shuffle"], seed=seed, position=0),
             "lora-init": RngStream(algorithm=parameters["init"], seed=seed, position=0),

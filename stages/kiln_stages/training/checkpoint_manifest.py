@@ -23,6 +23,18 @@ STATELESS = frozenset({"sgd"})
 ABSENT = "(absent)"
 
 
+def scheduler_state(profile: str, learning_rate: float) -> dict[str, Any]:
+    """The update contract: a fixed rate, one conversation a step, no accumulation, warm-up or clipping."""
+    return {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": "none",
+        "learning_rate": learning_rate,
+        "microbatch_conversations": 1,
+        "profile": profile,
+        "warmup_steps": 0,
+    }
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A part of the manifest. Unknown fields are refused at every depth; optional fields are left out when absent."""
 

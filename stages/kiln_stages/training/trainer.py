@@ -28,6 +28,7 @@ from kiln_stages.training.checkpoint_manifest import (
     PrecisionPolicy,
     RngStream,
     require_same,
+    scheduler_state,
 )
 from kiln_stages.training.loop import HeldOutLoss, StepRecord, TrainRow, evaluate, train
 from kiln_stages.training.loop_state import STATE_TYPE, LoopState
@@ -191,14 +192,7 @@ class Trainer:
             total_steps=plan.total_steps,
             optimizer_kind=config.optimizer.kind,
             optimizer_hyperparameters=effective(self.optimizer),
-            scheduler_state={
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": "none",
-                "learning_rate": config.rate,
-                "microbatch_conversations": 1,
-                "profile": config.profile,
-                "warmup_steps": 0,
-            },
+            scheduler_state=scheduler_state(config.profile, config.rate),
             rng_streams={
                 "epoch-order": RngStream(algorithm="kiln-cli.epoch-order.v1", seed=seed, position=0),
                 "lora-init": RngStream(algorithm="kiln-cli.lora-init.v1", seed=seed, position=0),
