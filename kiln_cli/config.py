@@ -124,15 +124,28 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
 
 class AdmitConfig(Section, frozen=True, kw_only=True):
-    """``template``: "model" (the model's own), a registered name, or a path. ``max_tokens``: the model's positions if
-    not given. ``date``: what a template that asks for the date is told."""
+    """``file``: chat rows to admit, in place of the run's prepared ones; ``source`` names their shape and ``map`` gives
+    fields of another one (field = path). ``strict`` refuses rows with fields that change nothing; ``compat`` reads rows
+    as the public Kiln server does. ``template``: "model" (the model's own), a registered name, or a path.
+    ``max_tokens``: the model's positions if not given. ``date``: what a template that asks for the date is told."""
 
+    file: NonEmpty | None = None
+    source: NonEmpty = "auto"
+    map: dict[NonEmpty, NonEmpty] = {}
+    strict: bool = False
+    compat: Literal["kiln"] | None = None
     template: NonEmpty = "model"
     tools: Literal["auto", "native", "system"] = "auto"
     invalid_row_policy: Literal["fail", "skip"] = "fail"
     max_tokens: Annotated[int, Meta(ge=2)] | None = None
     control_tokens: Literal["text", "reject"] = "text"
     date: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
+
+    def faults(self) -> Iterable[CrossFault]:
+        if self.map and self.source != "auto":
+            yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
+        if self.compat is not None and (self.map or self.source not in ("auto", "messages")):
+            yield CrossFault(("compat", "map", "source"), "compat reads rows of messages alone")
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
