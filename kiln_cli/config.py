@@ -6,14 +6,11 @@ pointing at the same files). Unknown keys are refused. ``docs/config.md`` lists 
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
-import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import tomli_w
@@ -23,6 +20,7 @@ from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
+from kiln_cli.sections import CrossFault, Section, assign, decode, place, without_none
 from kiln_cli.text import printable
 
 SCHEMA = "kiln.config.v1"
@@ -38,20 +36,6 @@ NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Label = Annotated[str, Meta(pattern=r"^(tool|/.*)$")]
 NonEmpty = Annotated[str, Meta(min_length=1)]
-
-
-class CrossFault(NamedTuple):
-    """A fault that no field's type can state; reported when the fields it is about are sound themselves."""
-
-    fields: tuple[str, ...]
-    text: str
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of the config. Types and bounds stand in the annotations; ``faults`` adds what they cannot say."""
-
-    def faults(self) -> Iterable[CrossFault]:
-        return ()
 
 
 class ProjectConfig(Section, frozen=True, kw_only=True):
@@ -160,6 +144,7 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     eps: Positive | None = None
     weight_decay: NotNegative | None = None
 
+    SHORT_FOR: ClassVar[str | None] = "kind"
     DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {
         "muon": {"momentum": 0.95, "nesterov": True, "ns_iters": 5, "weight_decay": 0.0},
         "adam_w": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
@@ -292,7 +277,7 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved_toml(self, run: Path) -> bytes:
         """The config with every default written out, as a config that works from the run directory."""
-        value = _without_none(msgspec.to_builtins(self.run))
+        value = without_none(msgspec.to_builtins(self.run))
         value["base_dir"] = Path(os.path.relpath(self.base_dir.resolve(), run.resolve())).as_posix()
         return tomli_w.dumps(value).encode("utf-8")
 
@@ -305,11 +290,11 @@ def load_config(path: Path, assignments: Iterable[str] = ()) -> LoadedConfig:
     text = _read_text(path)
     value = _parse(path, text)
     for assignment in assignments:
-        _assign(value, assignment)
+        assign(value, assignment)
     faults: list[str] = []
-    run = _decode(RunConfig, value, "", faults)
+    run = decode(RunConfig, value, REFUSED_KEYS, faults)
     if faults or run is None:
-        located = [f"  {_place(path, text, fault)} {fault}" for fault in faults]
+        located = [f"  {place(path, text, fault)} {fault}" for fault in faults]
         plural = "fault" if len(faults) == 1 else "faults"
         raise KilnError(
             "KLN203",
@@ -343,141 +328,4 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
             f"{printable(path)} has schema {printable(repr(found))}, expected {SCHEMA!r}",
             hint=f'begin the file with schema = "{SCHEMA}"',
         )
-    return value
-
-
-def _assign(value: dict[str, Any], assignment: str) -> None:
-    key, equals, text = assignment.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts) or not _is_unicode(assignment):
-        raise KilnError(
-            "KLN201", f"--set {printable(assignment)!r} is not section.key=value", hint="for example train.epochs=2"
-        )
-    target: Any = value
-    for part in parts[:-1]:
-        if isinstance(target, list) and part.isdigit() and int(part) < len(target):
-            target = target[int(part)]
-        elif isinstance(target, dict):
-            target = target.setdefault(part, {})
-        else:
-            raise KilnError("KLN201", f"--set {printable(key)!r}: there is no {printable(part)!r}")
-    if not isinstance(target, dict):
-        raise KilnError("KLN201", f"--set {printable(key)!r}: {printable(parts[-2])!r} is no table")
-    target[parts[-1]] = _toml_value(text.strip())
-
-
-def _is_unicode(text: str) -> bool:
-    """Arguments that are no UTF-8 reach Python as lone surrogates, which no file of evidence can hold."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _toml_value(text: str) -> Any:
-    """``text`` as a TOML value; what is none is a plain string, so that shells need no double quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _decode(kind: type[Any], value: Any, at: str, faults: list[str]) -> Any:
-    """A struct from a mapping; adds one text a fault and returns None where there is any."""
-    if not isinstance(value, dict):
-        faults.append(f"{at or 'the config'} must be a table, found {printable(repr(value))}")
-        return None
-    before = len(faults)
-    unsound: set[str] = set()
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    faults.extend(_unknown_key(key, fields, at) for key in value if key not in fields)
-    arguments = {}
-    for name, field in fields.items():
-        path = f"{at}.{name}" if at else name
-        if name not in value:
-            if field.required:
-                faults.append(f"{path} is missing")
-                unsound.add(name)
-            continue
-        count = len(faults)
-        decoded = _decode_field(field.type, value[name], path, faults)
-        if len(faults) == count:
-            arguments[name] = decoded
-        else:
-            unsound.add(name)
-    if not any(fields[name].required for name in unsound):
-        section = kind(**arguments)
-        prefix = f"{at}." if at else ""
-        faults.extend(prefix + fault.text for fault in section.faults() if unsound.isdisjoint(fault.fields))
-        if len(faults) == before:
-            return section
-    return None
-
-
-def _decode_field(kind: Any, value: Any, path: str, faults: list[str]) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Section):
-        if kind is OptimizerConfig and isinstance(value, str):
-            value = {"kind": value}
-        return _decode(kind, value, path, faults)
-    if get_origin(kind) is list and isinstance(get_args(kind)[0], type) and issubclass(get_args(kind)[0], Section):
-        items = value if isinstance(value, list) else [value]
-        return [_decode(get_args(kind)[0], item, f"{path}[{i}]", faults) for i, item in enumerate(items)]
-    try:
-        decoded = msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        allowed = ", ".join(_choices(kind))
-        expected = f"expected one of: {allowed}" if allowed else _lower_first(str(error))
-        faults.append(f"{path} = {printable(repr(value))}: {expected}")
-        return None
-    if isinstance(decoded, float) and not math.isfinite(decoded):
-        faults.append(f"{path} = {decoded}: expected a finite number")
-    return decoded
-
-
-def _choices(kind: Any) -> list[str]:
-    """The values of a Literal, also of an optional one."""
-    if get_origin(kind) is Literal:
-        return [str(value) for value in get_args(kind)]
-    return [choice for part in get_args(kind) for choice in _choices(part)]
-
-
-def _unknown_key(key: str, fields: Iterable[str], at: str) -> str:
-    path = printable(f"{at}.{key}" if at else key)
-    if key in REFUSED_KEYS:
-        return f"{path} is refused: {REFUSED_KEYS[key]}"
-    near = difflib.get_close_matches(key, list(fields), n=1)
-    return f"{path} is no key" + (f"; did you mean {near[0]!r}?" if near else "")
-
-
-def _place(path: Path, text: str, fault: str) -> str:
-    """``file:line`` of the key that a fault begins with, or of the table that holds it; the file alone where neither
-    stands in it (``--set``)."""
-    dotted = re.match(r"[A-Za-z0-9_.\[\]]+", fault)
-    parts = re.sub(r"\[\d+\]", "", dotted.group()).split(".") if dotted else []
-    while parts:
-        line = _line_of_key(text, parts[:-1], parts[-1])
-        if line:
-            return f"{printable(path)}:{line}:"
-        parts.pop()
-    return f"{printable(path)}:"
-
-
-def _line_of_key(text: str, header: list[str], key: str) -> int:
-    current: list[str] = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if found := re.match(r"\s*\[\[?\s*([A-Za-z0-9_.]+)\s*\]", line):
-            current = found.group(1).split(".")
-            if current == [*header, key]:
-                return number
-        elif current == header and re.match(rf"\s*{re.escape(key)}\s*=", line):
-            return number
-    return 0
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:].replace("`", "")
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
     return value

@@ -19,10 +19,11 @@ import pytest
 import kiln_cli
 from kiln_cli import hookspecs
 from kiln_cli.app import COMMANDS, NOT_BUILT
-from kiln_cli.config import REFUSED_KEYS, DataConfig, DatasetConfig, RunConfig, Section
+from kiln_cli.config import REFUSED_KEYS, DataConfig, DatasetConfig, RunConfig
 from kiln_cli.errors import CATALOGUE, KilnError, RowFault
 from kiln_cli.identity import Domain
 from kiln_cli.plugins import BUILT_IN
+from kiln_cli.sections import Section
 
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("kiln_")]
