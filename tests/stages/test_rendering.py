@@ -6,9 +6,13 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import FunctionType
 from typing import Any
 
 import pytest
+from jinja2 import Undefined
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kiln_stages.admitting import rendering
 from kiln_stages.admitting.rendering import ChatTemplate
 from tests_support import shared_path
@@ -75,6 +79,10 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "no_tools": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], []),
     "user_last": ([{"role": "system", "content": "s /no_think"}, {"role": "user", "content": "a"}], TOOLS),
 }
+
+
+class TextOfAKind(str):
+    """Not a plain str, so no short cut may take it for one."""
 
 
 def template_files() -> list[pathlib.Path]:
@@ -166,6 +174,30 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
         assert fault.reason == "template_error"
     else:
         assert text == ""
+
+
+def test_short_cuts_give_what_the_sandbox_gives() -> None:
+    """Every attribute of the kinds of value that have a short cut, and names that such values lack."""
+    ours, plain = rendering._environment(rendering._PlainBlocks, None), ImmutableSandboxedEnvironment()
+    space = rendering._Namespace(a=1, text="x", items=[1], method="x".upper, risky="{0.__class__}".format)
+    loop = LoopContext([1, 2, 3], ours.undefined)
+    next(loop)
+    values: list[Any] = [{}, {"a": 1, "items": 2, "_p": 3}, "text", space, loop, [1], 1, None, TextOfAKind("text")]
+    compared = 0
+    for value in values:
+        names = {*dir(type(value)), "a", "text", "items", "method", "risky", "content", "_p", "__nowhere__", "first"}
+        for name in sorted(names):
+            mine, theirs = ours.getattr(value, name), plain.getattr(value, name)
+            if isinstance(theirs, Undefined):
+                assert isinstance(mine, Undefined), (value, name)
+                assert mine._undefined_exception is theirs._undefined_exception, (value, name)
+            elif isinstance(theirs, FunctionType):  # the sandbox's own wrapper of str.format
+                assert isinstance(mine, FunctionType), (value, name)
+                assert mine.__code__ is theirs.__code__, (value, name)
+            else:
+                assert (mine, type(mine)) == (theirs, type(theirs)), (value, name)
+            compared += 1
+    assert compared > 400
 
 
 def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import BuiltinMethodType, NoneType
 from typing import Any
 
 import jinja2
@@ -40,6 +41,9 @@ Message = dict[str, Any]
 Spans = tuple[tuple[int, int], ...]
 
 _LOOP_FACTS = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+_DICT_NAMES = frozenset(dir(dict))
+_PLAIN_TEXT_METHODS = frozenset(name for name in dir(str) if name[0] != "_" and name not in ("format", "format_map"))
+_PLAIN_VALUES = frozenset({bool, int, str, list, dict, NoneType})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_METHODS = frozenset(
     {
@@ -70,7 +74,6 @@ class ChatTemplate:
     ) -> None:
         self.name = name
         self.sha256 = "sha256:" + hashlib.sha256(source.encode("utf-8")).hexdigest()
-        self._special_tokens = dict(special_tokens or {})
         clock = None if date is None else _frozen_clock(date)
         try:
             environment = _environment(_PlainBlocks, clock)
@@ -88,6 +91,8 @@ class ChatTemplate:
             raise KilnError(
                 "KLN213", f"the chat template {printable(name)} does not compile: {printable(error)}"
             ) from error
+        # What every render sees; a render gets a copy, so that none can leave anything behind for the next.
+        self._variables: dict[str, Any] = {**self._plain.globals, "documents": None, **(special_tokens or {})}
         # What the template itself searches message text for. Whoever alters a row for an experiment keeps these whole.
         self.watched: re.Pattern[str] = _alternatives({THINK_OPEN, THINK_CLOSE, *_searched_strings(tree)})
 
@@ -137,14 +142,13 @@ class ChatTemplate:
         """
         template = self._marked if marked else self._plain
         variables: dict[str, Any] = {
-            **template.globals,
+            **self._variables,
             "messages": form,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            **self._special_tokens,
-            **(special_tokens or {}),
         }
+        if special_tokens:
+            variables.update(special_tokens)
         parts: list[str] = []
         size = 0
         try:
@@ -308,10 +312,37 @@ class _DictType:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which otherwise reasons anew about every ``loop.first``."""
+    """Jinja's sandbox, with its verdict on the most frequent accesses written down instead of reasoned anew.
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return (type(obj) is LoopContext and attr in _LOOP_FACTS) or super().is_safe_attribute(obj, attr, value)
+    Each short cut returns what the sandbox itself returns; whatever it does not name goes to the sandbox.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _DICT_NAMES:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif kind is LoopContext:
+            if attribute in _LOOP_FACTS:
+                return getattr(obj, attribute)
+        elif kind is str:
+            if attribute in _PLAIN_TEXT_METHODS:
+                return getattr(obj, attribute)
+        elif kind is _Namespace and not attribute.startswith("_"):
+            try:
+                value = getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
+            if type(value) in _PLAIN_VALUES:
+                return value
+        return super().getattr(obj, attribute)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(__obj) is BuiltinMethodType and type(__obj.__self__) is str and __obj.__name__ in _PLAIN_TEXT_METHODS:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return __obj(*args, **kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
 
 
 def _environment(blocks: type[jinja2.ext.Extension], clock: Callable[[str], str] | None) -> _Sandbox:
