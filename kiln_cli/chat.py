@@ -3,6 +3,8 @@
 The normal form holds exactly what the hash covers, so two rows share an identity if and only if they train alike. Rows
 of the five message fields hash byte for byte as the public Kiln server does; rows that use ``tools``,
 ``reasoning_content`` or ``weight`` 0 hash under a domain of their own.
+
+A value that does not fit the model is ``invalid_json``; its detail begins with one of MISFITS and a colon.
 """
 
 from __future__ import annotations
@@ -11,14 +13,28 @@ from typing import Any
 
 import msgspec
 
+from kiln_cli import strict_json
 from kiln_cli.errors import RowFault
 from kiln_cli.identity import Domain, canonical_json, domain_sha256
 from kiln_cli.strict_json import type_name
+from kiln_cli.text import printable
 
 ROLES = ("system", "user", "assistant", "tool")
+# Why a parsed value is no row, beside what the JSON parser itself refuses (``strict_json.JsonFault.KINDS``).
+MISFITS = (
+    "row_not_object",
+    "missing_field",
+    "wrong_type",
+    "content_not_string",
+    "unsupported_content_part",
+    "conflicting_fields",
+)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _KNOWN = frozenset(("role", "content", "tool_calls", "name", "tool_call_id"))
+_OF_ASSISTANTS = frozenset((*_REASONING, "weight"))
+# A switch of OpenAI's request: it says how many calls an answer may have, and the row holds the calls themselves.
+_KNOWN_OF_ROW = frozenset(("messages", "tools", "parallel_tool_calls"))
 
 
 class ChatRow(msgspec.Struct, frozen=True):
@@ -50,26 +66,47 @@ class ChatRow(msgspec.Struct, frozen=True):
 def normalise(value: object) -> ChatRow:
     """The normal form of a parsed JSON value. Raises RowFault ``invalid_json`` where it does not fit the model."""
     if not isinstance(value, dict):
-        raise _misfit("", "an object", value)
-    ignored = {key for key in value if key not in ("messages", "tools")}
+        raise misfit("", "an object", value, word="row_not_object")
+    ignored = {key for key in value if key not in _KNOWN_OF_ROW}
     messages = value.get("messages", [])
     if not isinstance(messages, list):
-        raise _misfit("/messages", "an array", messages)
+        raise misfit("/messages", "an array", messages)
     normal = [_message(message, f"/messages/{index}", ignored) for index, message in enumerate(messages)]
     tools = value.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise _misfit("/tools", "an array", tools)
+        raise misfit("/tools", "an array", tools)
     return ChatRow(normal, tools or None, tuple(sorted(ignored)))
 
 
 def require_structure(row: ChatRow) -> None:
-    """Raises RowFault ``empty_messages`` or ``invalid_role``, in this order."""
+    """Raises RowFault ``empty_messages``, ``invalid_role`` or ``tool_arguments_invalid_json``, in this order."""
     if not row.messages:
         raise RowFault("empty_messages", "the row has no messages", "/messages")
     for index, message in enumerate(row.messages):
         if message["role"] not in ROLES:
             detail = f"message {index + 1} has role {message['role']!r}; expected one of {', '.join(ROLES)}"
             raise RowFault("invalid_role", detail, f"/messages/{index}/role")
+    for index, message in enumerate(row.messages):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            _require_arguments(call, f"/messages/{index}/tool_calls/{number}")
+
+
+def _require_arguments(call: object, at: str) -> None:
+    """Arguments given as text hold one JSON object: only so do they render as the same arguments given as an object."""
+    if not isinstance(call, dict):
+        return
+    _require_arguments(call.get("function"), f"{at}/function")
+    text = call.get("arguments")
+    if not isinstance(text, str):
+        return
+    try:
+        value = strict_json.parse(text.encode("utf-8"))
+    except strict_json.JsonFault as fault:
+        detail = f"{printable(text, 40)!r} is no JSON: {fault.kind}: {fault.detail}"
+        raise RowFault("tool_arguments_invalid_json", detail, f"{at}/arguments") from None
+    if not isinstance(value, dict):
+        detail = f"the text holds {type_name(value)}, expected an object"
+        raise RowFault("tool_arguments_invalid_json", detail, f"{at}/arguments")
 
 
 def raw_row_sha256(text: bytes) -> str:
@@ -79,17 +116,18 @@ def raw_row_sha256(text: bytes) -> str:
 
 def _message(value: object, at: str, ignored: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _misfit(at, "an object", value)
+        raise misfit(at, "an object", value)
     normal: dict[str, Any] = {"role": _string(value, "role", at), "content": _content(value.get("content"), at)}
     calls = value.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
-            raise _misfit(f"{at}/tool_calls", "an array or null", calls)
+            raise misfit(f"{at}/tool_calls", "an array or null", calls)
         normal["tool_calls"] = calls
     for key in ("name", "tool_call_id"):
         if value.get(key) is not None:
             normal[key] = _string(value, key, at)
-    extra = {key for key in value if key not in _KNOWN}
+    # A table has every column in every row, so null stands for a field that is not there.
+    extra = {key for key, item in value.items() if key not in _KNOWN and not (item is None and key in _OF_ASSISTANTS)}
     if normal["role"] == "assistant":
         extra -= _assistant_extras(value, normal, at)
     ignored.update(f"messages[].{key}" for key in extra)
@@ -104,9 +142,10 @@ def _assistant_extras(value: dict[str, Any], normal: dict[str, Any], at: str) ->
         if text is None:
             continue
         if not isinstance(text, str):
-            raise _misfit(f"{at}/{key}", "a string or null", text)
+            raise misfit(f"{at}/{key}", "a string or null", text)
         if text and reasoning is not None and text != reasoning:
-            raise RowFault("invalid_json", "two spellings of the reasoning differ", f"{at}/{key}")
+            detail = "conflicting_fields: two spellings of the reasoning differ"
+            raise RowFault("invalid_json", detail, f"{at}/{key}")
         reasoning = text or reasoning
     if reasoning:
         normal["reasoning_content"] = reasoning
@@ -125,7 +164,7 @@ def _content(value: object, at: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _misfit(f"{at}/content", "a string, null or an array of parts", value)
+        raise misfit(f"{at}/content", "a string, null or an array of parts", value, word="content_not_string")
     return "".join(_part(part, f"{at}/content/{index}") for index, part in enumerate(value))
 
 
@@ -142,10 +181,12 @@ def _part(value: object, at: str) -> str:
 def _string(value: dict[str, Any], key: str, at: str) -> str:
     text = value.get(key)
     if not isinstance(text, str):
-        raise _misfit(f"{at}/{key}", "a string", text if key in value else msgspec.UNSET)
+        raise misfit(f"{at}/{key}", "a string", text if key in value else msgspec.UNSET)
     return text
 
 
-def _misfit(pointer: str, expected: str, found: object) -> RowFault:
-    what = "nothing" if found is msgspec.UNSET else type_name(found)
-    return RowFault("invalid_json", f"expected {expected}, found {what}", pointer)
+def misfit(pointer: str, expected: str, found: object, *, word: str = "wrong_type") -> RowFault:
+    """A field of another type than expected, or (``found`` is ``msgspec.UNSET``) none at all."""
+    if found is msgspec.UNSET:
+        return RowFault("invalid_json", f"missing_field: expected {expected}, found nothing", pointer)
+    return RowFault("invalid_json", f"{word}: expected {expected}, found {type_name(found)}", pointer)

@@ -40,11 +40,15 @@ class WideDouble(float):
 
 
 class JsonFault(ValueError):
-    """Why a text is refused. ``kind`` is one of KINDS; ``offset`` is the byte offset in the text, -1 if unknown."""
+    """Why a text is refused. ``kind`` is one of KINDS; ``offset`` is the byte offset in the text, -1 if unknown.
+
+    ``pointer`` is the JSON pointer of a key that stands twice, where the rest of the text is sound.
+    """
 
     KINDS = (
         "invalid_utf8",
         "syntax",
+        "trailing_data",
         "too_deep",
         "duplicate_key",
         "not_finite",
@@ -52,11 +56,12 @@ class JsonFault(ValueError):
         "lone_surrogate",
     )
 
-    def __init__(self, kind: str, detail: str, offset: int = -1) -> None:
+    def __init__(self, kind: str, detail: str, offset: int = -1, pointer: str = "") -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
         self.offset = offset
+        self.pointer = pointer
 
 
 def parse(text: bytes, *, negative_zero: bool = True) -> Any:
@@ -169,9 +174,60 @@ def _parse_exactly(text: bytes, negative_zero: bool) -> Any:
     try:
         value = (_EXACT if negative_zero else _EXACT_PLAIN_ZERO).decode(source)
     except json.JSONDecodeError as error:
-        raise JsonFault("syntax", f"{error.msg} at column {error.pos + 1}", _byte_offset(source, error.pos)) from None
+        raise _syntax_fault(source, error) from None
+    except JsonFault as fault:
+        located = _repeated_key(source) if fault.kind == "duplicate_key" else None
+        raise (located or fault) from None
     _require_no_surrogates(value)
     return value
+
+
+def _syntax_fault(source: str, error: json.JSONDecodeError) -> JsonFault:
+    """Columns count characters of the text from 1."""
+    found = repr(source[error.pos]) if error.pos < len(source) else "the end of the text"
+    offset = _byte_offset(source, error.pos)
+    if error.msg == "Extra data" and source[: error.pos].rstrip()[-1:] in ("}", "]", '"'):
+        return JsonFault("trailing_data", f"the value is followed by {found} at column {error.pos + 1}", offset)
+    return JsonFault("syntax", f"{error.msg} at column {error.pos + 1}, found {found}", offset)
+
+
+class _Repeated(dict[str, Any]):
+    """An object with a key that was written twice."""
+
+    key: str
+
+
+def _mark_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) == len(pairs):
+        return value
+    marked = _Repeated(value)
+    marked.key = _first_repeated(pairs)
+    return marked
+
+
+def _repeated_key(source: str) -> JsonFault | None:
+    """The outermost first key that stands twice, with its place; None where another fault hides it."""
+    try:
+        value = json.loads(source, object_pairs_hook=_mark_repeated, parse_int=len)
+    except json.JSONDecodeError:
+        return None
+    waiting: list[tuple[Any, str, int]] = [(value, "", 1)]
+    for item, pointer, depth in waiting:
+        if isinstance(item, _Repeated):
+            where = f"the object at {pointer}" if pointer else "the outermost object"
+            detail = f"key {item.key!r} stands twice in {where} (depth {depth})"
+            return JsonFault("duplicate_key", detail, pointer=f"{pointer}/{_escaped(item.key)}")
+        if isinstance(item, dict):
+            waiting += [(inner, f"{pointer}/{_escaped(key)}", depth + 1) for key, inner in item.items()]
+        elif isinstance(item, list):
+            waiting += [(inner, f"{pointer}/{index}", depth + 1) for index, inner in enumerate(item)]
+    return None
+
+
+def _escaped(key: str) -> str:
+    """A key as a part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _parse_on_another_stack(text: bytes, negative_zero: bool) -> Any:
@@ -199,12 +255,17 @@ def _byte_offset(source: str, position: int) -> int:
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise JsonFault("duplicate_key", f"key {key!r} stands twice in one object")
-            seen.add(key)
+        raise JsonFault("duplicate_key", f"key {_first_repeated(pairs)!r} stands twice in one object")
     return value
+
+
+def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise ValueError("no key stands twice")
 
 
 def _integer_or_negative_zero(digits: str) -> int | float:

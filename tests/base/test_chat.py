@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kiln_cli import strict_json
-from kiln_cli.chat import ChatRow, normalise, raw_row_sha256, require_structure
+from kiln_cli.chat import MISFITS, ChatRow, normalise, raw_row_sha256, require_structure
 from kiln_cli.errors import RowFault
 from kiln_cli.identity import corpus_sha256
 from kiln_cli.lines import TRIMMED, LineReader
@@ -281,6 +281,22 @@ def test_file_l1() -> None:
 def test_values_that_do_not_fit(text: str, pointer: str) -> None:
     found = fault(text)
     assert (found.reason, found.pointer) == ("invalid_json", pointer)
+    assert found.detail.partition(": ")[0] in MISFITS
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("[]", "row_not_object"),
+        ('{"messages":{}}', "wrong_type"),
+        ('{"messages":[{"content":"x"}]}', "missing_field"),
+        ('{"messages":[{"role":"user","content":{"a":1}}]}', "content_not_string"),
+        ('{"messages":[{"role":"user","content":[7]}]}', "unsupported_content_part"),
+        ('{"messages":[{"role":"assistant","thinking":"a","reasoning":"b"}]}', "conflicting_fields"),
+    ],
+)
+def test_the_detail_begins_with_a_finer_word(text: str, word: str) -> None:
+    assert fault(text).detail.startswith(f"{word}: ")
 
 
 def test_details_tell_a_string_from_nothing() -> None:
@@ -336,6 +352,53 @@ def test_empty_names_are_kept_and_null_ones_are_not(key: str) -> None:
     assert key not in row(f'{{"messages":[{{"role":"user","{key}":null}}]}}').messages[0]
 
 
+# --- tool calls
+
+
+def calling(arguments: str, *, inside: bool = True) -> str:
+    call = f'{{"name":"f","arguments":{arguments}}}'
+    call = f'{{"type":"function","function":{call}}}' if inside else call
+    return f'{{"messages":[{{"role":"user","content":"a"}},{{"role":"assistant","tool_calls":[{call}]}}]}}'
+
+
+@pytest.mark.parametrize(
+    "arguments, detail",
+    [
+        (r'"{bad"', "no JSON: syntax: "),
+        ('""', "no JSON: syntax: "),
+        (r'"{\"a\":1,\"a\":2}"', "no JSON: duplicate_key: "),
+        (r'"{\"a\":NaN}"', "no JSON: not_finite: "),
+        ('"[1]"', "holds an array"),
+        ('"null"', "holds null"),
+        (r'"\"x\""', "holds a string"),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["in function", "on the call"])
+def test_arguments_as_text_must_hold_an_object(arguments: str, detail: str, inside: bool) -> None:
+    """Report T3. Such a row is parsed, so it has the hash of a parsed row."""
+    found = fault(calling(arguments, inside=inside))
+    assert found.reason == "tool_arguments_invalid_json"
+    assert detail in found.detail
+    place = "/messages/1/tool_calls/0" + ("/function" if inside else "")
+    assert found.pointer == f"{place}/arguments"
+    parsed = row(calling(arguments, inside=inside))
+    digest = hashlib.sha256(b"kiln.sft-parsed-row.v1\x00" + parsed.canonical()).hexdigest()
+    assert parsed.sha256() == f"sha256:{digest}"
+
+
+@pytest.mark.parametrize("arguments", [r'"{\"a\":1}"', '"{}"', r'" {} \n"', '{"a":1}', "{}", "null", "[1]", "7"])
+def test_other_arguments_are_opaque(arguments: str) -> None:
+    require_structure(row(calling(arguments)))
+
+
+def test_roles_come_before_arguments() -> None:
+    assert fault(calling('"{bad"').replace('"user"', '"me"')).reason == "invalid_role"
+
+
+def test_calls_of_another_kind_are_not_looked_into() -> None:
+    require_structure(row('{"messages":[{"role":"assistant","tool_calls":["{bad",7,null,{"function":"{bad"}]}]}'))
+
+
 # --- the extended fields
 
 
@@ -367,6 +430,15 @@ def test_two_spellings_of_the_reasoning() -> None:
     assert row(assistant(thinking="r", reasoning=None)).messages[0]["reasoning_content"] == "r"
     assert fault(assistant(reasoning_content="r", thinking="s")).reason == "invalid_json"
     assert fault(assistant(thinking="r", reasoning="s")).reason == "invalid_json"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "weight"])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_null_stands_for_a_field_that_is_not_there(key: str, role: str) -> None:
+    """As in the rows of a table, which have every column."""
+    found = row(json.dumps({"messages": [{"role": role, "content": "b", key: None}]}))
+    assert found.ignored == ()
+    assert found.messages == [{"role": role, "content": "b"}]
 
 
 def test_reasoning_of_other_roles_is_ignored_by_name() -> None:
@@ -404,6 +476,12 @@ def test_ignored_fields_are_named_once_and_in_order() -> None:
         '"ingestion":{"rows_kept":1}}'
     )
     assert row(text).ignored == ("id", "ingestion", "messages[].function_call", "messages[].x", "meta")
+
+
+def test_parallel_tool_calls_is_known() -> None:
+    """OpenAI's switch of the request: a row with it is the row without it, and nothing is to be told."""
+    found = row(V1_TEXT[:-1] + ',"parallel_tool_calls":false}')
+    assert (found.sha256(), found.ignored) == (V1, ())
 
 
 def test_tools_are_opaque_and_any_difference_counts() -> None:

@@ -275,18 +275,40 @@ def test_bytes_that_are_no_utf8_name_their_place(text: bytes, offset: int) -> No
     assert f"0x{text[offset]:02x}" in caught.value.detail
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b" ", b"{}{}", b"{} x", b"[1]]", b"nul", b"{'a':1}", b"[1,]", b'{"a":1,}', b"//"]
-)
+@pytest.mark.parametrize("text", [b"", b" ", b"nul", b"{'a':1}", b"[1,]", b'{"a":1,}', b"//", b"[1", b"01", b"1 2"])
 def test_syntax(text: bytes) -> None:
     assert verdict(text) == "syntax"
+
+
+@pytest.mark.parametrize(
+    "text, column", [(b"{}{}", 3), (b"{} x", 4), (b"[1]]", 4), (b'"a":1', 4), ('{"é":1}\t{}'.encode(), 9)]
+)
+def test_what_stands_behind_the_value(text: bytes, column: int) -> None:
+    """Columns count characters from 1, offsets bytes from 0."""
+    with pytest.raises(JsonFault, match=f"at column {column}$") as caught:
+        parse(text)
+    assert caught.value.kind == "trailing_data"
+    assert caught.value.offset == len(text.decode()[: column - 1].encode())
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (b'{"a":1,}', "at column [78], found '[,}]'$"),
+        (b'{"a"', "at column 5, found the end of the text$"),
+        (b"?", "'[?]'"),
+    ],
+)
+def test_syntax_faults_say_what_was_found(text: bytes, found: str) -> None:
+    with pytest.raises(JsonFault, match=found):
+        parse(text)
 
 
 @pytest.mark.parametrize("space", ["\ufeff", "\xa0", "\x0b", "\x0c", "\u2028", "\x85", "\x00"])
 def test_only_four_characters_are_white_space(space: str) -> None:
     assert parse(b" \t\r\n{} \t\r\n") == {}
     assert verdict(space.encode() + b"{}") == "syntax"
-    assert verdict(b"{}" + space.encode()) == "syntax"
+    assert verdict(b"{}" + space.encode()) == "trailing_data"
 
 
 def test_syntax_faults_name_the_byte() -> None:
@@ -432,6 +454,25 @@ def test_round_trip_against_the_standard_library(value: Any) -> None:
 def test_any_spelling_gives_the_value(data: st.DataObject) -> None:
     tree = data.draw(TREES)
     assert repr(parse(write(data.draw, tree).encode())) == repr(plain(tree))
+
+
+@pytest.mark.parametrize(
+    "text, pointer, depth",
+    [
+        ('{"messages":[],"messages":[1]}', "/messages", 1),
+        ('{"messages":[{"role":"user"},{"content":"a","content":"b"}]}', "/messages/1/content", 3),
+        ('{"a~/b":{"k":1,"x":{"y":1,"y":1},"k":2}}', "/a~0~1b/k", 2),  # the outermost comes first
+        ('{"a":NaN,"b":{"c":18446744073709551616,"c":1}}', "", 0),  # another fault is met first
+    ],
+)
+def test_a_key_written_twice_has_a_place(text: str, pointer: str, depth: int) -> None:
+    with pytest.raises(JsonFault) as caught:
+        parse(text.encode())
+    assert caught.value.pointer == pointer
+    if depth:
+        key = pointer.rpartition("/")[2]
+        assert caught.value.detail.startswith(f"key {key!r} stands twice in the ")
+        assert caught.value.detail.endswith(f"(depth {depth})")
 
 
 @settings(max_examples=200, deadline=None)

@@ -277,13 +277,13 @@ def test_thinking_left_out_of_an_earlier_turn_is_noted() -> None:
 
 def test_rows_without_anything_to_train_on() -> None:
     finder = LabelFinder(template(SMOLLM2))
-    for messages, detail in [
-        ([user("hi")], "no assistant message"),
-        ([user("hi"), says("yes", weight=0)], "weight 0"),
+    for messages, reason, detail in [
+        ([user("hi")], "no_assistant_message", "at least one message of role assistant"),
+        ([user("hi"), says("yes", weight=0)], "no_supervised_tokens", "weight 0"),
     ]:
         with pytest.raises(RowFault, match=detail) as error:
             finder.find(messages)
-        assert error.value.reason == "no_supervised_tokens"
+        assert error.value.reason == reason
 
 
 def test_content_spans_hold_all_row_text_and_nothing_else() -> None:

@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kiln_cli import strict_json
-from kiln_cli.chat import ChatRow, raw_row_sha256, require_structure
+from kiln_cli.chat import ChatRow, misfit, raw_row_sha256, require_structure
 from kiln_cli.config import AdmitConfig
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.extensions import Source
 from kiln_cli.identity import Domain, canonical_json, corpus_sha256, domain_sha256
+from kiln_cli.lines import LINE_CAP
 from kiln_cli.receipts import IngestionReceipt, RejectedRow
 from kiln_cli.records import PreparedExample, Record
 from kiln_cli.terminal import Task
@@ -34,6 +35,8 @@ REASONS = {
     "invalid_json": "invalid_json",
     "empty_messages": "empty_messages",
     "invalid_role": "invalid_role",
+    "tool_arguments_invalid_json": "tokenization_error",
+    "no_assistant_message": "tokenization_error",
     "template_error": "tokenization_error",
     "template_lost_content": "tokenization_error",
     "mask_disagreement": "tokenization_error",
@@ -258,9 +261,13 @@ def chat_rows(records: Iterable[Record], source: Source) -> Iterator[IncomingRow
 
 
 def _object(record: Record) -> dict[str, object]:
+    """The object of a record. Raises RowFault ``invalid_json``; the finer word is the parser's."""
     if record.text is None:
-        raise RowFault("invalid_json", f"the line has {record.length} bytes, more than are read")
+        raise RowFault("invalid_json", f"line_too_long: the line has {record.length} bytes, at most {LINE_CAP}")
     try:
-        return strict_json.parse_object(record.text)
+        value = strict_json.parse(record.text)
     except strict_json.JsonFault as fault:
-        raise RowFault("invalid_json", fault.detail, offset=fault.offset) from None
+        raise RowFault("invalid_json", f"{fault.kind}: {fault.detail}", fault.pointer, fault.offset) from None
+    if not isinstance(value, dict):
+        raise misfit("", "an object", value, word="row_not_object")
+    return value

@@ -56,15 +56,16 @@ class LabelFinder:
     def find(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
         """The row's text and its spans.
 
-        Raises RowFault: ``no_supervised_tokens`` (no assistant message, or all of weight 0), ``template_error`` (the
-        template refuses the row), ``template_lost_content`` (text of the row is not in the render),
-        ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
+        Raises RowFault: ``no_assistant_message``, ``no_supervised_tokens`` (all of them have weight 0),
+        ``template_error`` (the template refuses the row), ``template_lost_content`` (text of the row is not in the
+        render), ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
         """
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [i for i in spoken if messages[i].get("weight", 1) != 0]
+        if not spoken:
+            raise RowFault("no_assistant_message", "a row needs at least one message of role assistant", "/messages")
         if not turns:
-            detail = "every assistant message has weight 0" if spoken else "no assistant message"
-            raise RowFault("no_supervised_tokens", detail, "/messages")
+            raise RowFault("no_supervised_tokens", "every assistant message has weight 0", "/messages")
         form, text = self.template.settle(messages, tools)
         if BLOCK_OPEN in text or BLOCK_CLOSE in text:
             raise RowFault("mask_disagreement", "the row holds U+FDD0 or U+FDD1, which mark generation blocks")
