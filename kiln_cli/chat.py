@@ -29,7 +29,7 @@ MISFITS = (
     "unsupported_content_part",
     "conflicting_fields",
 )
-_TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _KNOWN = frozenset(("role", "content", "tool_calls", "name", "tool_call_id"))
 _OF_ASSISTANTS = frozenset((*_REASONING, "weight"))
@@ -171,7 +171,7 @@ def _content(value: object, at: str) -> str:
 def _part(value: object, at: str) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, dict) and value.get("type") in _TEXT_PARTS and isinstance(value.get("text"), str):
+    if isinstance(value, dict) and value.get("type") in TEXT_PARTS and isinstance(value.get("text"), str):
         text: str = value["text"]
         return text
     kind = repr(value.get("type")) if isinstance(value, dict) else type_name(value)
