@@ -32,7 +32,10 @@ class Chosen(NamedTuple):
 
 
 class Rejected(msgspec.Struct, frozen=True, gc=False):
-    """A line of ``data/rejected.jsonl``: where a dropped row lies, what it is known by, and why it was dropped."""
+    """A line of ``data/rejected.jsonl``: where a dropped row lies, what it is known by, and why it was dropped.
+
+    ``repeats``: number of the earlier row of the same file that it repeats, for the reasons that compare rows.
+    """
 
     detail: str
     example_id: str | None
@@ -42,6 +45,7 @@ class Rejected(msgspec.Struct, frozen=True, gc=False):
     offset: int
     pointer: str
     reason: str
+    repeats: int | None
     row_index: int
     row_sha256: str | None
 
@@ -96,6 +100,7 @@ def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey
     for row, line, offset, length, example_id, at_screening, reason in pool.dropped(survey.frame["reason"]):
         known = next(screened) if at_screening != VALID else None
         later = pool.later.get(row)
+        repeats = later.repeats if later is not None else None
         if later is None and known is not None:
             detail, pointer, sha256 = known
         else:
@@ -103,7 +108,9 @@ def write_rejected(target: AtomicFile, source: OpenSource, language: str, survey
             sha256 = known[2] if known is not None else raw_sha256(_record(source, offset, length))
         if places is not None:
             line, offset, length = places.line[row], places.offset[row], places.length[row]
-        rejected = Rejected(detail, example_id, language, length, line, offset, pointer, names[reason], row + 1, sha256)
+        rejected = Rejected(
+            detail, example_id, language, length, line, offset, pointer, names[reason], repeats, row + 1, sha256
+        )
         target.write(canonical_parsed(rejected) + b"\n")
         count += 1
     return count

@@ -52,7 +52,8 @@ class Pairing:
         texts: dict[bytes, int] = {}
         for row, link, digest, pair_texts in _rows(pool.left("row", "link", "query", "texts")):
             if release_digests and digest in texts:
-                pool.drop(row, "duplicate_query", f"row {texts[digest] + 1} has the same key")
+                first = texts[digest] + 1
+                pool.drop(row, "duplicate_query", f"row {first} has the same key", first)
                 continue
             root = self._selected.get(link) or self._selected.get(self._prefix + link)
             fault = self._fault(link, root, accepted, digest, pair_texts)
@@ -66,19 +67,20 @@ class Pairing:
 
     def _fault(
         self, link: str, root: Root | None, accepted: dict[str, Pair], digest: bytes, texts: bytes
-    ) -> tuple[str, str] | None:
-        """The first pairing test that fails: reason and detail."""
+    ) -> tuple[str, str, int | None] | None:
+        """The first pairing test that fails: reason, detail, and the number of the row that this one repeats."""
         if root is None:
-            return "missing_source_example", f"root row {link!r} is in no split"
+            return "missing_source_example", f"root row {link!r} is in no split", None
         if root.example_id in accepted:
-            return "duplicate_source_example", f"row {accepted[root.example_id].row + 1} is the pair of {link!r}"
+            first = accepted[root.example_id].row + 1
+            return "duplicate_source_example", f"row {first} is the pair of {link!r}", first
         if texts[:32] != root.texts[:32]:
-            return "pair_tools_mismatch", f"tools differ from those of {root.example_id!r}"
+            return "pair_tools_mismatch", f"tools differ from those of {root.example_id!r}", None
         if texts[32:] != root.texts[32:]:
-            return "pair_answers_mismatch", f"answers differ from those of {root.example_id!r}"
+            return "pair_answers_mismatch", f"answers differ from those of {root.example_id!r}", None
         other = self._queries.get(digest, root.split)
         if other != root.split:
-            return "cross_split_duplicate", f"the query stands in {other}, its root row in {root.split}"
+            return "cross_split_duplicate", f"the query stands in {other}, its root row in {root.split}", None
         return None
 
 

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 class Later(NamedTuple):
-    """Why a row that screening found valid is dropped all the same."""
+    """Why a row that screening found valid is dropped all the same; ``repeats`` is the number (from 1) of another row
+    that it is too much like."""
 
     reason: int
     detail: str
     pointer: str
+    repeats: int | None = None
 
 
 class Pool:
@@ -62,9 +64,9 @@ class Pool:
             if reason.name not in without:
                 self._drop_repeats(reason, f"key {column}")
 
-    def drop(self, row: int, reason: str, detail: str) -> None:
+    def drop(self, row: int, reason: str, detail: str, repeats: int | None = None) -> None:
         """For steps that go row by row (pairing); takes effect with :meth:`left`."""
-        self.later[row] = self._later(self._index(reason), detail)
+        self.later[row] = self._later(self._index(reason), detail, repeats)
 
     def left(self, *columns: str) -> pl.DataFrame:
         """The named columns of the rows that no reason drops, in row order."""
@@ -116,7 +118,7 @@ class Pool:
         else:
             pairs = _repeats(rows, keys)
         for row, first in pairs:
-            self.later[row] = self._later(number, f"row {first + 1} has the same key")
+            self.later[row] = self._later(number, f"row {first + 1} has the same key", first + 1)
 
     def _apply(self) -> None:
         """Writes the later drops into the table; all other columns stay where they are."""
@@ -127,8 +129,8 @@ class Pool:
         reasons.scatter(list(self.later), [later.reason for later in self.later.values()])
         self.frame = self.frame.with_columns(reasons)
 
-    def _later(self, number: int, detail: str) -> Later:
-        return Later(number, detail, self._reasons[number].pointer)
+    def _later(self, number: int, detail: str, repeats: int | None = None) -> Later:
+        return Later(number, detail, self._reasons[number].pointer, repeats)
 
     def _index(self, name: str) -> int:
         return next(number for number, reason in enumerate(self._reasons) if reason.name == name)

@@ -121,6 +121,13 @@ class Screen:
                 return Screened(example_id, Drop(reason.name, detail, reason.pointer))
         return self._valid(example_id, candidate, value, link)
 
+    def identify(self, record: Record) -> str | None:
+        """The example id that a row claims, POSITIONAL where it brings none; None where it is no sound object."""
+        try:
+            return self._claimed_id(self._convert(parse_record(record)))
+        except RowFault:
+            return None
+
     def example(self, record: Record, example_id: str, root_id: str | None, split: str, revision: str) -> Made:
         """The typed example of a row that was screened as valid."""
         row = self._convert(strict_json.parse_again(record.text or b""))
