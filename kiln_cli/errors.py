@@ -59,6 +59,12 @@ CATALOGUE: dict[str, Entry] = {
         "`kiln validate` found lines that break the contract of their kind.",
         "Each fault is printed with its place, what was found and what was expected.",
     ),
+    "KLN106": Entry(
+        Exit.FAULTS_FOUND,
+        "no such row",
+        "No row of the run goes by the number, hash or id that was given.",
+        "The message lists what was searched. `kiln why RUN line:N` looks a row up by its line in the raw file.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",
