@@ -20,7 +20,9 @@ from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
+from kiln_cli.request_form import in_request_terms, is_request, read_request
 from kiln_cli.sections import CrossFault, Section, assign, decode, place, without_none
+from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 
 SCHEMA = "kiln.config.v1"
@@ -255,11 +257,15 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked config and the directory that its relative paths count from."""
+    """A checked config and the directory that its relative paths count from.
+
+    ``examples``: rows that a request brings along in place of a file (``request_form.py``), parsed and not looked at.
+    """
 
     run: RunConfig
     base_dir: Path
     path: Path | None = None
+    examples: list[Any] | None = None
 
     def resolve(self, path: str) -> Path:
         return Path(os.path.normpath(self.base_dir / path))
@@ -283,27 +289,58 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_config(path: Path, assignments: Iterable[str] = ()) -> LoadedConfig:
-    """Reads and checks a config; ``assignments`` are ``section.key=value`` texts that override it.
+    """Reads and checks a config, or a request in its place; ``assignments`` are ``section.key=value`` texts that
+    override it.
 
-    Raises KilnError KLN202 where the file is no config at all, and KLN203 with every fault that it has.
+    Raises KilnError KLN202 where the file is no config at all, KLN203 with every fault that it has, and KLN211 for a
+    request of a kind that is not built.
     """
     text = _read_text(path)
     value = _parse(path, text)
-    for assignment in assignments:
-        assign(value, assignment)
-    faults: list[str] = []
-    run = decode(RunConfig, value, REFUSED_KEYS, faults)
-    if faults or run is None:
-        located = [f"  {place(path, text, fault)} {fault}" for fault in faults]
-        plural = "fault" if len(faults) == 1 else "faults"
+    if path.suffix == ".json" and is_request(value):
+        return _load_request(path, text, value, assignments)
+    if (found := value.get("schema")) != SCHEMA:
         raise KilnError(
-            "KLN203",
-            f"{printable(path)} has {len(faults)} {plural}:\n" + "\n".join(located),
-            hint="mend each line above; docs/config.md lists every key",
-            details={"faults": faults},
+            "KLN202",
+            f"{printable(path)} has schema {printable(repr(found))}, expected {SCHEMA!r}",
+            hint=f'begin the file with schema = "{SCHEMA}"; a JSON file may be a request with dataset_path instead',
         )
+    faults: list[str] = []
+    run = _assigned(value, assignments, faults)
+    if faults or run is None:
+        raise _faulty(path, text, faults)
     base = path.parent if run.base_dir is None else path.parent / run.base_dir
     return LoadedConfig(run=msgspec.structs.replace(run, base_dir=None), base_dir=base, path=path)
+
+
+def _load_request(path: Path, text: str, value: dict[str, Any], assignments: Iterable[str]) -> LoadedConfig:
+    request = read_request(value, REFUSED_KEYS)
+    faults = request.faults
+    run = _assigned({"schema": SCHEMA, **request.settings}, assignments, faults)
+    if not faults and run is not None and run.admit.file is not None and request.examples is not None:
+        faults.append("examples and admit.file exclude each other")
+    if faults or run is None:
+        raise _faulty(path, text, [in_request_terms(fault) for fault in faults])
+    for key in request.ignored:
+        terminal.warn(f"{printable(path)}: {key} is ignored: it is kiln that writes what was admitted")
+    return LoadedConfig(run=run, base_dir=path.parent, path=path, examples=request.examples)
+
+
+def _assigned(value: dict[str, Any], assignments: Iterable[str], faults: list[str]) -> RunConfig | None:
+    for assignment in assignments:
+        assign(value, assignment)
+    return decode(RunConfig, value, REFUSED_KEYS, faults)
+
+
+def _faulty(path: Path, text: str, faults: list[str]) -> KilnError:
+    located = [f"  {place(path, text, fault)} {fault}" for fault in faults]
+    plural = "fault" if len(faults) == 1 else "faults"
+    return KilnError(
+        "KLN203",
+        f"{printable(path)} has {len(faults)} {plural}:\n" + "\n".join(located),
+        hint="mend each line above; docs/config.md lists every key",
+        details={"faults": faults},
+    )
 
 
 def _read_text(path: Path) -> str:
@@ -321,11 +358,4 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         raise KilnError(
             "KLN202", f"{printable(path)} cannot be parsed: {printable(error)}", hint="mend the syntax at that place"
         ) from None
-    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        found = value.get("schema") if isinstance(value, dict) else None
-        raise KilnError(
-            "KLN202",
-            f"{printable(path)} has schema {printable(repr(found))}, expected {SCHEMA!r}",
-            hint=f'begin the file with schema = "{SCHEMA}"',
-        )
-    return value
+    return value if isinstance(value, dict) else {}

@@ -84,6 +84,15 @@ def place(path: Path, text: str, fault: str) -> str:
     return f"{printable(path)}:"
 
 
+def unknown_key(key: str, fields: Iterable[str], at: str, refused: Mapping[str, str]) -> str:
+    """The fault of a key that the table ``at`` does not have."""
+    path = printable(f"{at}.{key}" if at else key)
+    if key in refused:
+        return f"{path} is refused: {refused[key]}"
+    near = difflib.get_close_matches(key, list(fields), n=1)
+    return f"{path} is no key" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
 def without_none(value: Any) -> Any:
     """``value`` without the keys that hold None, at every depth: TOML has no null."""
     if isinstance(value, dict):
@@ -113,7 +122,7 @@ def _decode_section(kind: type[S], value: object, at: str, refused: Mapping[str,
     before = len(faults)
     unsound: set[str] = set()
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    faults.extend(_unknown_key(key, fields, at, refused) for key in value if key not in fields)
+    faults.extend(unknown_key(key, fields, at, refused) for key in value if key not in fields)
     arguments = {}
     for name, field in fields.items():
         path = f"{at}.{name}" if at else name
@@ -163,14 +172,6 @@ def _choices(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     return [choice for part in get_args(kind) for choice in _choices(part)]
-
-
-def _unknown_key(key: str, fields: Iterable[str], at: str, refused: Mapping[str, str]) -> str:
-    path = printable(f"{at}.{key}" if at else key)
-    if key in refused:
-        return f"{path} is refused: {refused[key]}"
-    near = difflib.get_close_matches(key, list(fields), n=1)
-    return f"{path} is no key" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _line_of_key(text: str, header: list[str], key: str) -> int:

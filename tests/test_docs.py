@@ -23,6 +23,7 @@ from kiln_cli.config import REFUSED_KEYS, DataConfig, DatasetConfig, RunConfig
 from kiln_cli.errors import CATALOGUE, KilnError, RowFault
 from kiln_cli.identity import Domain
 from kiln_cli.plugins import BUILT_IN
+from kiln_cli.request_form import KEYS, REFUSED
 from kiln_cli.sections import Section
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -289,6 +290,15 @@ def test_every_refused_key_is_listed_with_its_reason() -> None:
     text = section(page("docs/config.md"), "Keys that are refused by name")
     listed = {key: row[1].replace("`", "") for row in table_rows(text) for key in re.findall(r"`(\w+)`", row[0])}
     assert listed == REFUSED_KEYS
+
+
+def test_every_key_of_a_request_is_listed_with_what_it_stands_for() -> None:
+    cells = list(table_rows(section(page("docs/config.md"), "The request form")))
+    listed = {row[0].strip("`"): row[1].split(";")[0].strip("`") for row in cells if row[0].strip("`") in KEYS}
+    assert listed == KEYS
+    rest = [row for row in cells if row[0].strip("`") not in KEYS]
+    reasons = {key: row[1].replace("`", "") for row in rest for key in re.findall(r"`(\w+)`", row[0])}
+    assert reasons == {key: reason.replace("`", "") for key, reason in REFUSED.items()}
 
 
 @pytest.mark.parametrize("source", [block for block in all_blocks("toml") if "kiln.config.v1" in block.values[0]])

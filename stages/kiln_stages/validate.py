@@ -28,6 +28,7 @@ from kiln_cli.manifests import DOCUMENT_LIMIT, MANIFEST_NAMES, manifest_path
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.receipts import MANIFEST_SCHEMA, RECEIPT_TYPE
 from kiln_cli.records import PREPARED_SCHEMA, PreparedExample, Record
+from kiln_cli.request_form import is_request
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import chat_rows
@@ -150,6 +151,8 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
     if document is not None:
         if document.get("schema") == CONFIG_SCHEMA:
             return "config", f"schema is {CONFIG_SCHEMA}"
+        if path.suffix == ".json" and is_request(document) and "messages" not in document:
+            return "config", "it is a request: a source of rows and their settings"
         if document.get("schema") == MANIFEST_SCHEMA:
             return "manifest", f"schema is {MANIFEST_SCHEMA}"
         if document.get("receipt_type") == RECEIPT_TYPE:
