@@ -224,6 +224,23 @@ def test_spans_that_are_off_by_a_little_fail_the_proof() -> None:
     assert tried > 3000
 
 
+def test_a_turn_that_ends_otherwise_than_an_earlier_one_is_looked_at_by_itself() -> None:
+    """The proof looks once a row at what may follow a closing; this template opens a turn behind message 4."""
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% elif messages | length == 4 %}[user]{% endif %}"
+    )
+    turning = ChatTemplate(source, "turning")
+    messages = [user("A"), says("B"), user("C"), says("D"), user("E"), says("F"), user("G")]
+    result = LabelFinder(turning).find(messages)
+    assert trained(result) == ["B[end]\n", "D[end]\n", "F[end]\n"]
+    for turn in (0, 1, 2):
+        spans = list(result.spans)
+        spans[turn] = (spans[turn][0], spans[turn][1] + len("[user]"))
+        with pytest.raises(RowFault, match="does not end with its turn"):
+            prove(Claim(turning, messages, None, result.text, tuple(spans), [1, 3, 5]))
+
+
 def test_blocks_around_the_user_turn_are_refused() -> None:
     source = shared_path("data/templates/axolotl/phi_4.jinja").read_text(encoding="utf-8")
     source = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")

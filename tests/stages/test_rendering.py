@@ -14,6 +14,7 @@ from jinja2 import Undefined
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kiln_stages.admitting import rendering
+from kiln_stages.admitting.labels import LabelFinder
 from kiln_stages.admitting.rendering import ChatTemplate
 from tests_support import shared_path
 
@@ -244,7 +245,7 @@ def test_unbalanced_blocks_are_refused() -> None:
 def test_a_row_with_block_characters_is_refused() -> None:
     template = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}", "blocks")
     with pytest.raises(RowFault, match="U\\+FDD0"):
-        template.render_marked([{"role": "assistant", "content": "a\ufdd0b"}])
+        LabelFinder(template).find([{"role": "assistant", "content": "a\ufdd0b"}])
 
 
 def test_rendering_leaves_the_messages_alone() -> None:

@@ -9,17 +9,19 @@ must be the edge of a block. Whatever cannot be shown is ``mask_disagreement``.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from kiln_cli.errors import RowFault
 from kiln_stages.admitting.rendering import ChatTemplate, Message, Spans
 
-_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_TEXT_FIELDS = ("content", "reasoning_content", "thinking", "reasoning")
 # Stands in for the end-of-text token, to tell a text that closes the whole render from one that opens a header.
 _STAND_IN_EOS = "\ue000end\ue000"
 
 
-class Claim(NamedTuple):
+class Claim(msgspec.Struct, frozen=True):
     """``spans`` of ``text`` are the turns ``turns`` (indices into ``form``) as ``template`` prints them."""
 
     template: ChatTemplate
@@ -41,15 +43,18 @@ def prove(claim: Claim) -> list[str]:
     for turn, (start, end) in zip(claim.turns, claim.spans, strict=True):
         if not prefixes.starts(turn, start):
             raise RowFault("mask_disagreement", f"no prompt ends where the span of message {turn + 1} starts")
-        if not prefixes.ends(turn, end):
+        if not prefixes.ends(turn, start, end):
             raise RowFault("mask_disagreement", f"the span of message {turn + 1} does not end with its turn")
     return notes
 
 
 def _prove_trained_text(claim: Claim) -> list[str]:
     """With other words in all trained turns, everything outside of the spans stays."""
-    edges = [0, *(edge for span in claim.spans for edge in span), len(claim.text)]
-    outside = [claim.text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+    outside, at = [], 0
+    for start, end in claim.spans:
+        outside.append(claim.text[at:start])
+        at = end
+    outside.append(claim.text[at:])
     if _stays(claim, outside, call_names=True):
         return []
     # A template may repeat the name of a call in the header of its result, which is not the assistant's to write.
@@ -115,8 +120,8 @@ class _Swap:
 
     def message(self, message: Message) -> Message:
         out = dict(message)
-        for field in ("content", *_THINKING_FIELDS):
-            if isinstance(message.get(field), str):
+        for field in _TEXT_FIELDS:
+            if field in message and isinstance(message[field], str):
                 out[field] = self._text(message[field])
         if message.get("tool_calls"):
             out["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
@@ -162,16 +167,19 @@ class _Swap:
             return part
         if core not in self._words:
             # Other first and last characters than the text's own, or a span that is off by one would pass.
-            edge = next(letter for letter in "XYZ" if letter not in (core[0], core[-1]))
+            taken = core[0] + core[-1]
+            edge = "X" if "X" not in taken else "Y" if "Y" not in taken else "Z"
             self._words[core] = f"{edge}{len(self._words)}w{edge}"
-        return part.replace(core, self._words[core], 1)
+        return self._words[core] if len(core) == len(part) else part.replace(core, self._words[core], 1)
 
 
 class _Prefixes:
     """Edges of turns as plain renders of the row's prefixes show them."""
 
     def __init__(self, claim: Claim) -> None:
-        self._template, self._form, self._tools, self._text = claim[:4]
+        self._template, self._form, self._tools, self._text = claim.template, claim.form, claim.tools, claim.text
+        self._single = len(claim.turns) == 1
+        self._closings: set[str] = set()  # what stands behind the content of this row's turns that are shown to end
 
     def starts(self, turn: int, start: int) -> bool:
         """Whether a turn starts where the prompt for it ends.
@@ -190,16 +198,26 @@ class _Prefixes:
                 return True
         return self._text[:start] == self._before_plain_answer(turn)
 
-    def ends(self, turn: int, end: int) -> bool:
-        """Whether a turn ends where the messages up to it end."""
-        told, prompt = self._render(turn + 1, False), self._render(turn + 1, True)
-        if told is None or prompt is None:
+    def ends(self, turn: int, start: int, end: int) -> bool:
+        """Whether a turn that starts at ``start`` ends where the messages up to it end."""
+        told = self._render(turn + 1, False)
+        if told is None:
+            return False
+        # One newline behind the end-of-turn text is trained, further ones are not.
+        closed = told[: len(told.rstrip("\n")) + 1]
+        stable = self._text.startswith(told)
+        closing = self._closing(turn, start, told) if stable and not self._single else None
+        if closing in self._closings:
+            return end == len(closed)
+        prompt = self._render(turn + 1, True)
+        if prompt is None:
             return False
         if prompt.startswith(told):
-            # One newline behind the end-of-turn text is trained, further ones are not.
-            closed = told[: len(told.rstrip("\n")) + 1]
-            same = end == len(closed) if self._text.startswith(told) else self._ends_as(closed, end, turn)
-            return same and (prompt != told or self._goes_on(turn, closed))
+            same = end == len(closed) if stable else self._ends_as(closed, end, turn)
+            shown = same and (prompt != told or self._goes_on(turn, closed))
+            if shown and closing is not None:
+                self._closings.add(closing)
+            return shown
         header = self._header(turn)
         before = prompt[: -len(header)] if header and prompt.endswith(header) else None
         if before is not None and self._ends_as(before, end, turn):
@@ -207,6 +225,15 @@ class _Prefixes:
         # The last turn may have an ending of its own, which then runs to the end of the text.
         last = turn + 1 == len(self._form) and end == len(self._text)
         return last and not (before is not None and self._text.startswith(before))
+
+    def _closing(self, turn: int, start: int, told: str) -> str | None:
+        """The text behind the turn's content; None where its content is not found, or is found more than once.
+
+        A second turn of the row with the same closing needs no second look at what may follow such a closing.
+        """
+        known = self._last_words(turn)
+        behind = told[start:].split(known, 2) if known else ()
+        return behind[1] if len(behind) == 2 else None
 
     def _ends_as(self, closed: str, end: int, turn: int) -> bool:
         """Whether the text up to ``end`` ends as ``closed``, from the turn's last segment of content on."""

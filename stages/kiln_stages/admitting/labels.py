@@ -19,9 +19,10 @@ spans are right; a row for which it cannot is refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+import msgspec
 
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
@@ -32,8 +33,7 @@ from kiln_stages.admitting.row_marks import TOOLS, MarkedRow, Piece, Reading
 MEMO_LIMIT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(msgspec.Struct, frozen=True):
     """A row as text. All spans are character ranges with an exclusive end, in order and disjoint.
 
     ``spans`` is what is trained on, one per supervised turn. ``content_spans`` is text that the row supplied, where
@@ -78,22 +78,24 @@ class LabelFinder:
         notes = _check_losses(row, reading, spoken[-1])
         if reading.text != text:
             raise RowFault("mask_disagreement", "marks around the row's strings change what the template prints")
-        claim, proven = self._proven(row, reading, turns, Claim(self.template, form, tools, text, (), turns))
-        return Rendered(text, claim.spans, _content_spans(row, reading), (*notes, *proven))
+        spans, proven = self._proven(row, reading, turns, tools)
+        return Rendered(text, spans, _content_spans(row, reading), (*notes, *proven))
 
-    def _proven(self, row: MarkedRow, reading: Reading, turns: list[int], claim: Claim) -> tuple[Claim, list[str]]:
-        """The claim with its spans, and the notes of its proof."""
+    def _proven(
+        self, row: MarkedRow, reading: Reading, turns: list[int], tools: list[Any] | None
+    ) -> tuple[Spans, list[str]]:
+        """The spans, and the notes of their proof."""
         remembered = bool(self._memo)
         try:
-            claim = claim._replace(spans=self._spans(row, reading, turns))
-            return claim, prove(claim)
+            spans = self._spans(row, reading, turns)
+            return spans, prove(Claim(self.template, row.form, tools, reading.text, spans, turns))
         except RowFault:
             if not remembered:
                 raise
         # What earlier rows taught must not decide whether this one is refused.
         self._memo.clear()
-        claim = claim._replace(spans=self._spans(row, reading, turns))
-        return claim, prove(claim)
+        spans = self._spans(row, reading, turns)
+        return spans, prove(Claim(self.template, row.form, tools, reading.text, spans, turns))
 
     def _spans(self, row: MarkedRow, reading: Reading, turns: list[int]) -> Spans:
         if self.template.has_markers:
@@ -125,7 +127,9 @@ class LabelFinder:
         gap = reading.text[reading.pieces[last].end : until]
         following = row.form[turn + 1]["role"] if turn + 1 < len(row.form) else None
         # A string printed twice, here and again in a later turn, hides which piece is the turn's last.
-        plain = len({reading.pieces[at].mark for at in owned}) == len(owned) and owned[-1] - owned[0] + 1 == len(owned)
+        plain = len(owned) == 1 or (
+            len({reading.pieces[at].mark for at in owned}) == len(owned) and last - owned[0] + 1 == len(owned)
+        )
         key = ("end", gap, following)
         if plain and key in self._memo:
             return reading.pieces[last].end + self._memo[key]
@@ -143,6 +147,8 @@ class LabelFinder:
 def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[str]:
     """Required text must be in the render. Thinking of an earlier turn may go, if the template prints it when last."""
     found = {piece.mark for piece in reading.pieces}
+    if found.issuperset(range(len(row.marks))):
+        return []
     notes: list[str] = []
     for number, mark in enumerate(row.marks):
         if number in found or not mark.required:

@@ -102,14 +102,11 @@ class ChatTemplate:
         """The text of ``messages``. Raises RowFault ``template_error`` when the template refuses them."""
         return self.settle(messages, tools, add_generation_prompt)[1]
 
-    def render_marked(self, messages: Sequence[Message], tools: list[Any] | None = None) -> tuple[str, Spans]:
-        """The text, and the character span of each ``{% generation %}`` block.
+    def render_marked(self, form: Sequence[Message], tools: list[Any] | None = None) -> tuple[str, Spans]:
+        """The text of messages as they are, and the character span of each ``{% generation %}`` block.
 
-        Raises RowFault ``template_error`` (see :meth:`render`), ``mask_disagreement`` when the blocks do not pair up.
+        Raises RowFault ``template_error``, ``mask_disagreement`` when the blocks do not pair up.
         """
-        form, text = self.settle(messages, tools)
-        if BLOCK_OPEN in text or BLOCK_CLOSE in text:
-            raise RowFault("mask_disagreement", "the row holds U+FDD0 or U+FDD1, which mark generation blocks")
         return split_blocks(self.render_form(form, tools, marked=True))
 
     def settle(
@@ -174,8 +171,10 @@ def normalised(messages: Sequence[Message]) -> list[Message]:
     out = []
     for message in messages:
         kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
-        reasoning = next((kept[key] for key in _REASONING if key in kept), None)
-        out.append(kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning})
+        if not kept.keys().isdisjoint(_REASONING):
+            reasoning = next(kept[key] for key in _REASONING if key in kept)
+            kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+        out.append(kept)
     return out
 
 

@@ -10,7 +10,9 @@ that is missing gives the name of the text that the template dropped.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from kiln_cli.errors import RowFault
 from kiln_stages.admitting.rendering import (
@@ -27,10 +29,12 @@ TOOLS = -1  # the owner of strings that belong to the row's tools, not to a mess
 # Short technical words (ids, types, enum values) stay as they are: templates compare them and measure their length.
 _WORD = re.compile(r"[A-Za-z0-9_.:/+ -]*\Z")
 _THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# The kinds of mark: before a string, behind it, behind a key.
+_KINDS = frozenset("bek")
 _STAND_IN_EOS = "qEndOfText7q"
 
 
-class Mark(NamedTuple):
+class Mark(msgspec.Struct, frozen=True, gc=False):
     """One marked piece of one string: whose it is, what stood around it in the string, and whether it may be lost."""
 
     owner: int
@@ -41,7 +45,7 @@ class Mark(NamedTuple):
     after: str
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A place in rendered text that holds the piece of row data with this mark."""
 
     mark: int
@@ -49,7 +53,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Reading(NamedTuple):
+class Reading(msgspec.Struct, frozen=True):
     """A marked render with the marks taken out."""
 
     text: str
@@ -68,7 +72,6 @@ class MarkedRow:
         while (word := f"qk{number}z") in text:
             number += 1
         self.word = word
-        self._pattern = re.compile(word + r"(\d{6})([bek])" + f"|[{BLOCK_OPEN}{BLOCK_CLOSE}]")
         self._prefixes: dict[tuple[int, bool, bool], Reading | None] = {}
         self.tools = None
         if tools is not None:
@@ -81,28 +84,33 @@ class MarkedRow:
         marked = self.template.render_form(
             messages, self.tools, prompt, marked=self.template.has_markers, special_tokens=special
         )
-        parts: list[str] = []
+        first, *rest = marked.split(self.word)
+        parts = [first]
         pieces: list[Piece] = []
         opened: dict[int, int] = {}
-        last = position = 0
-        for match in self._pattern.finditer(marked):
-            parts.append(marked[last : match.start()])
-            position += match.start() - last
-            last = match.end()
-            number, kind = match.groups()
-            if kind is None:
-                parts.append(match.group())  # block characters are read by split_blocks
+        count = self._printed if self.template.has_markers else len
+        position = count(first)
+        for chunk in rest:
+            digits, kind, text = chunk[:6], chunk[6:7], chunk[7:]
+            if not (digits.isdecimal() and kind in _KINDS):
+                text = self.word + chunk  # a template that cuts text left half a mark, which is then found in the text
             elif kind == "b":
-                opened[int(number)] = position
+                opened[int(digits)] = position
             elif kind == "k":
-                pieces.append(Piece(int(number), position, position))
-            elif int(number) in opened:
-                pieces.append(Piece(int(number), opened.pop(int(number)), position))
-        parts.append(marked[last:])
+                pieces.append(Piece(int(digits), position, position))
+            elif (number := int(digits)) in opened:
+                pieces.append(Piece(number, opened.pop(number), position))
+            parts.append(text)
+            position += count(text)
         if not self.template.has_markers:
             return Reading("".join(parts), pieces, ())
         text, blocks = split_blocks("".join(parts))
         return Reading(text, pieces, blocks)
+
+    @staticmethod
+    def _printed(text: str) -> int:
+        """The length of marked text without block characters, which ``split_blocks`` takes out."""
+        return len(text) - text.count(BLOCK_OPEN) - text.count(BLOCK_CLOSE)
 
     def prefix(self, count: int, prompt: bool, stand_in: bool = False) -> Reading | None:
         """The reading of the first ``count`` messages; None when there are none or the template refuses them."""
@@ -196,6 +204,11 @@ class MarkedRow:
         thinking: bool = False,
         even_blank: bool = False,
     ) -> str:
+        if not self.template.watched.search(text) and (core := text.strip()):
+            lead = text[: len(text) - len(text.lstrip())] if len(core) < len(text) else ""
+            tail = text[len(lead) + len(core) :]
+            opening = self._add(Mark(owner, where, required, thinking, lead, tail), "b")
+            return f"{lead}{opening}{core}{opening[:-1]}e{tail}"
         segments = self.template.watched.split(text)  # at odd places what the template searches for
         filled = [i for i in range(0, len(segments), 2) if segments[i].strip()]
         if not filled:
