@@ -28,6 +28,8 @@ MISFITS = (
     "content_not_string",
     "unsupported_content_part",
     "conflicting_fields",
+    "text_not_json",
+    "several_instances",
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -27,6 +27,8 @@ DISTRIBUTION = "kiln-toolkit"
 BUILT_IN = (
     "kiln_plugins.sources",
     "kiln_plugins.tool_call_sources",
+    "kiln_plugins.chat_sources",
+    "kiln_plugins.instruction_sources",
     "kiln_plugins.row_quality",
     "kiln_plugins.call_checks",
     "kiln_plugins.dedupe",

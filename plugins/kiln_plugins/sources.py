@@ -1,4 +1,4 @@
-"""Built-in shapes of raw rows."""
+"""Built-in shapes of raw function-calling rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from kiln_cli import ChatRow, Source, ToolCallRow, hookimpl
-from kiln_cli.chat import normalise
+from kiln_cli import Source, ToolCallRow, hookimpl
 from kiln_cli.records import RAW_ROW_SCHEMA
 
 
 @hookimpl
 def kiln_sources() -> Iterable[Source]:
-    return (XLAM, SOMMELIER, MESSAGES)
+    return (XLAM, SOMMELIER)
 
 
 def _convert_xlam(record: dict[str, Any]) -> ToolCallRow:
@@ -61,14 +60,6 @@ def _recognise_sommelier(record: dict[str, Any]) -> str | None:
     return f"schema_version is {RAW_ROW_SCHEMA}" if record.get("schema_version") == RAW_ROW_SCHEMA else None
 
 
-def _convert_messages(record: dict[str, Any]) -> ChatRow:
-    return normalise(record)
-
-
-def _recognise_messages(record: dict[str, Any]) -> str | None:
-    return "has a list of messages" if isinstance(record.get("messages"), list) else None
-
-
 XLAM = Source(
     name="xlam",
     doc="query, tools and answers; the last two JSON in a string (xlam-function-calling-60k)",
@@ -82,11 +73,4 @@ SOMMELIER = Source(
     yields="tool_calls",
     convert=_convert_sommelier,
     recognise=_recognise_sommelier,
-)
-MESSAGES = Source(
-    name="messages",
-    doc="chat rows: messages with role and content, tools, tool_calls (OpenAI and Hugging Face)",
-    yields="chat",
-    convert=_convert_messages,
-    recognise=_recognise_messages,
 )

@@ -331,6 +331,93 @@ def test_memory_does_not_grow_with_an_array() -> None:
     assert peak < 12 * 2**20
 
 
+# An object that is spread over lines
+
+SPREAD = json.dumps(ROWS[1], indent=2, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "packing"),
+    [
+        (SPREAD, "object"),
+        (SPREAD + b"\n", "object"),
+        (b"\n \t\n" + SPREAD.replace(b"\n", b"\r\n") + b"\r\n\n", "object"),
+        (BOM + SPREAD, "object"),
+        (gzip.compress(SPREAD), "gzip, object"),
+        pytest.param(SPREAD + b" " * (LINE_CAP - len(SPREAD)), "object", id="as long as a line may be"),
+        (SPREAD.replace(b"\n", b"\r"), "lines"),  # a lone CR ends no line
+    ],
+)
+def test_j9_one_object_spread_over_lines_is_one_row(
+    data: bytes, packing: str, make: Callable[[bytes], Path], scratch: Path
+) -> None:
+    values, plain = read(make(data), scratch)
+    assert values == [ROWS[1]]
+    assert (plain.packing, plain.elements, plain.had_bom) == (packing, packing != "lines", data.startswith(BOM))
+
+
+def test_each_byte_of_a_spread_object_keeps_its_place(make: Callable[[bytes], Path], scratch: Path) -> None:
+    data = BOM + b"\n" + SPREAD + b"\n"
+    with open_plain(make(data), scratch) as plain:
+        laid_out = plain.stream.read()
+    assert len(laid_out) == len(data)
+    assert laid_out == data.replace(BOM, b"   ").replace(b"\n", b" ")
+
+
+@pytest.mark.parametrize("behind", [b"\n" + SPREAD, b"\n\n" + SPREAD, SPREAD, b"\r\n" + SPREAD, b"\n{\n"])
+def test_j9_several_pretty_printed_objects_are_one_error(
+    behind: bytes, make: Callable[[bytes], Path], scratch: Path
+) -> None:
+    """One hint for the file, not an error for each of its lines."""
+    error = refusal(make(b"\n" + SPREAD + behind), scratch)
+    assert (error.code, error.exit_code) == ("KLN206", 2)
+    assert "looks pretty-printed: its first object is spread over lines 2 to 6" in error.message
+    assert "jq -c" in error.hint
+
+
+ROW = b'{"a":1}\n'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ROW + SPREAD,  # the first line is a row
+        b'{"a":[\n' + ROW,  # broken, not spread
+        b'{"a":"x\ny"}\n',  # a raw line end in a string
+        b'{"a":\n1}\n' + ROW + ROW,  # one row cut in two among others
+        SPREAD + b"\n" + ROW,
+        SPREAD + b"\nx",
+        b"{\n",
+        b"{}{",
+        b'{"a":1}{"a":\n2}\n',
+        b"{" + b'"a":{\n' * 5000,
+        pytest.param(SPREAD + b" " * LINE_CAP, id="longer than a line may be"),
+    ],
+)
+def test_lines_stay_lines_where_no_object_is_the_whole_file(
+    data: bytes, make: Callable[[bytes], Path], scratch: Path
+) -> None:
+    with open_plain(make(data), scratch) as plain:
+        assert (plain.packing, plain.elements) == ("lines", False)
+        assert plain.stream.read() == data
+
+
+def test_what_is_wrong_inside_a_spread_object_is_a_fault_of_its_row(
+    make: Callable[[bytes], Path], scratch: Path
+) -> None:
+    for inside, kind in (
+        (b'"a":NaN', "not_finite"),
+        (b'"a":1,\n"a":2', "duplicate_key"),
+        (b'"a":1' + b"0" * 5000, "integer"),
+    ):
+        with open_plain(make(b"{\n" + inside + b"\n}\n"), scratch) as plain:
+            assert plain.packing == "object"
+            (line,) = LineReader(plain.stream)
+        with pytest.raises(strict_json.JsonFault) as caught:
+            strict_json.parse(line.text or b"")
+        assert caught.value.kind.startswith(kind)
+
+
 # What is refused
 
 

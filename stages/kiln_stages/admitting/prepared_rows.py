@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kiln_cli.chat import ChatRow, normalise
 from kiln_cli.errors import RowFault
 from kiln_cli.identity import Domain, canonical_json, domain_sha256
+from kiln_cli.prepared_chat import native_row, tool_object
 from kiln_cli.records import PreparedExample
 from kiln_stages.admitting.labels import LabelFinder
 
@@ -26,7 +27,7 @@ def tool_prompt_sha256() -> str:
 
 def to_chat_row(example: PreparedExample, mode: ToolsMode) -> ChatRow:
     """native: [user, assistant with tool_calls] and tools. system: [system, user, assistant], text alone."""
-    return _native(example) if mode == "native" else _system(example)
+    return native_row(example) if mode == "native" else _system(example)
 
 
 def choose_mode(wanted: Literal["auto", "native", "system"], finder: LabelFinder) -> ToolsMode:
@@ -44,18 +45,8 @@ def choose_mode(wanted: Literal["auto", "native", "system"], finder: LabelFinder
     return "native" if shows_tool and shows_call else "system"
 
 
-def _native(example: PreparedExample) -> ChatRow:
-    calls = [{"type": "function", "function": _call(call.name, call.arguments)} for call in example.gold_calls]
-    tools = [{"type": "function", "function": _tool(tool)} for tool in example.tools]
-    messages = [
-        {"role": "user", "content": example.query},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-    ]
-    return normalise({"messages": messages, "tools": tools})
-
-
 def _system(example: PreparedExample) -> ChatRow:
-    tools = canonical_json([_tool(tool) for tool in example.tools]).decode("utf-8")
+    tools = canonical_json([tool_object(tool) for tool in example.tools]).decode("utf-8")
     calls = [_call_text(call.name, call.arguments) for call in example.gold_calls]
     answer = calls[0] if len(calls) == 1 else "[" + ",".join(calls) + "]"
     messages = [
@@ -64,14 +55,6 @@ def _system(example: PreparedExample) -> ChatRow:
         {"role": "assistant", "content": answer},
     ]
     return normalise({"messages": messages})
-
-
-def _tool(tool: Any) -> dict[str, Any]:
-    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-
-
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "arguments": arguments}
 
 
 def _call_text(name: str, arguments: dict[str, Any]) -> str:

@@ -28,21 +28,28 @@ def begins_array(stream: BinaryIO) -> bool:
     It is where the first value is an array, unless that ends on its line and more lines follow.
     """
     try:
-        piece = stream.readline(LINE_CAP)
-        first = piece.removeprefix(BOM).strip(TRIMMED)
-        while piece and not first:
-            piece = stream.readline(LINE_CAP)
-            first = piece.strip(TRIMMED)
+        first = first_line(stream)
         if not first.startswith(b"["):
             return False
-        if _is_open(first):
+        if is_open(first):
             return True
         return not any(block.strip(TRIMMED) for block in iter(lambda: stream.read(1024 * 1024), b""))
     finally:
         stream.seek(0)
 
 
-def _is_open(text: bytes) -> bool:
+def first_line(stream: BinaryIO) -> bytes:
+    """The first line that is not blank, trimmed, at most as long as a line may be; empty where there is none."""
+    piece = stream.readline(LINE_CAP)
+    first = piece.removeprefix(BOM).strip(TRIMMED)
+    while piece and not first:
+        piece = stream.readline(LINE_CAP)
+        first = piece.strip(TRIMMED)
+    return first
+
+
+def is_open(text: bytes) -> bool:
+    """Whether brackets are left open at the end of a text."""
     depth = 0
     for match in _BRACKETS.finditer(text):
         first = text[match.start()]

@@ -1,8 +1,9 @@
 """However rows are packed, the stages see one plain file of lines: JSON text a line, seekable, read through one handle.
 
 JSON lines lie as they are. gzip, zstd and standard input are unpacked into a temporary file without a name. The
-elements of a JSON array are laid out as lines, byte for byte in their places. Parquet files, Hugging Face ``datasets``
-directories and what a plugin's own reader yields become one canonical JSON text a row.
+elements of a JSON array, and an object that is spread over lines, are laid out as lines, byte for byte in their places.
+Parquet files, Hugging Face ``datasets`` directories and what a plugin's own reader yields become one canonical JSON
+text a row.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kiln_cli.lines import BOM, LINE_CAP, LineReader
 from kiln_cli.records import Record
 from kiln_cli.text import printable
 from kiln_stages.reading.array_lines import ArrayLines, begins_array
+from kiln_stages.reading.spread_object import spread_object
 
 # A packed file that grows more than this is taken for an attack; real rows grow 3 to 20 times.
 MAX_RATIO = 200
@@ -73,8 +75,9 @@ def open_plain(path: Path | None, scratch: Path) -> Iterator[Plain]:
     """The rows of a file, of a saved ``datasets`` directory, or of standard input (None), as a plain file.
 
     Temporary files lie in ``scratch`` and have no name. Raises KilnError: KLN204 for what cannot be read, KLN206 for a
-    packed file that is damaged, grows beyond measure, or is an array that is no JSON as a whole, KLN207 for one that
-    changes meanwhile, KLN301 for a package that is missing, KLN402 where the scratch space is refused.
+    packed file that is damaged, grows beyond measure, is an array that is no JSON as a whole, or holds several
+    pretty-printed objects, KLN207 for one that changes meanwhile, KLN301 for a package that is missing, KLN402 where
+    the scratch space is refused.
     """
     with ExitStack() as stack:
         if path is None:
@@ -128,11 +131,11 @@ def _unpack(given: BinaryIO, name: str, stack: ExitStack, scratch: Path) -> Plai
     if blocks is not None:
         stream = stack.enter_context(_spooled(blocks, scratch))
         name = f"{name} (unpacked)"
-    is_array = packing != "parquet" and begins_array(stream)
-    if is_array:
+    laid_out, lines = ("", None) if packing == "parquet" else _laid_out(stream, name)
+    if lines is not None:
         had_bom = stream.read(len(BOM)) == BOM
         stream.seek(0)
-        stream = stack.enter_context(_spooled(ArrayLines(name).convert(_blocks(stream)), scratch))
+        stream = stack.enter_context(_spooled(lines, scratch))
     sha256 = None if stream is given else _sha256(given)
     after = os.fstat(given.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -140,11 +143,19 @@ def _unpack(given: BinaryIO, name: str, stack: ExitStack, scratch: Path) -> Plai
     return Plain(
         stream=stream,
         size=before.st_size,
-        packing=", ".join(filter(None, (packing, "array" if is_array else ""))) or "lines",
-        elements=is_array or packing == "parquet",
+        packing=", ".join(filter(None, (packing, laid_out))) or "lines",
+        elements=bool(laid_out) or packing == "parquet",
         sha256=sha256,
         had_bom=had_bom,
     )
+
+
+def _laid_out(stream: BinaryIO, name: str) -> tuple[str, Iterable[bytes] | None]:
+    """What text is where it is no JSON lines ("" where it is), and its blocks with a row a line."""
+    if begins_array(stream):
+        return "array", ArrayLines(name).convert(_blocks(stream))
+    line = spread_object(stream, name)
+    return ("", None) if line is None else ("object", [line])
 
 
 def _packing(given: BinaryIO, name: str, size: int) -> tuple[str, Iterator[bytes] | None]:
