@@ -19,10 +19,12 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import AtomicFile, hash_file, read_bounded, write_file
 from kiln_cli.identity import Domain, canonical_json, domain_json_sha256
 from kiln_cli.receipts import (
+    INGESTION_SCHEMA,
     MANIFEST_SCHEMA,
     RECEIPT_TYPE,
     RECEIPT_VERSION,
     FileRef,
+    IngestionReceipt,
     ManifestRef,
     StageManifest,
     TrainReceipt,
@@ -57,6 +59,14 @@ def read_document(path: Path, kind: type[T], schema: str, field: str = "schema")
     if not document(value) == data == document(result):  # a field left out, or 1.0 for 1, would not be in a digest
         raise damaged(path, "its bytes are not in canonical form")
     return result
+
+
+def read_ingestion(path: Path) -> IngestionReceipt:
+    """An ingestion receipt that agrees with itself. Raises KilnError KLN206 with the first fault it has."""
+    receipt = read_document(path, IngestionReceipt, INGESTION_SCHEMA)
+    if fault := next(receipt.faults(), None):
+        raise damaged(path, fault)
+    return receipt
 
 
 def damaged(path: Path, detail: str) -> KilnError:

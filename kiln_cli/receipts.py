@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from kiln_cli.errors import KilnError
 from kiln_cli.identity import Domain, canonical_json, corpus_sha256, domain_json_sha256, is_hash, sha256_hex
@@ -94,75 +95,74 @@ def _find(refs: list[FileRef], path: str, stage: str) -> FileRef:
     raise KilnError("KLN206", f"the manifest of {stage} does not name {path}", hint=f"run `kiln {stage}` again")
 
 
+Policy = Annotated[str, Meta(pattern=r"\A(fail|skip)\Z")]
+Reason = Annotated[str, Meta(pattern=rf"\A({'|'.join(INGESTION_REASONS)})\Z")]
+Size = Annotated[int, Meta(ge=0)]
+
+
 class RejectedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    row_index: int
+    row_index: Size
     row_sha256: str
-    reason: str
+    reason: Reason
 
 
 class IngestionReceipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``kiln.sft-ingestion.v1``: which rows were kept and which were not, by hash, in order."""
+    """``kiln.sft-ingestion.v1``: which rows were kept and which were not, by hash, in order.
+
+    On read, unknown fields and what a field's type does not admit are refused before ``faults`` is asked.
+    """
 
     schema: str = INGESTION_SCHEMA
     source: str
     source_locator: str | UnsetType = UNSET
-    invalid_row_policy: str
-    rows_read: int
-    rows_kept: int
-    rows_rejected: int
+    invalid_row_policy: Policy
+    rows_read: Size
+    rows_kept: Size
+    rows_rejected: Size
     kept_row_hashes: list[str]
     rejected_rows: list[RejectedRow]
     kept_corpus_sha256: str
 
-    def faults(self) -> list[str]:
-        """What contradicts what, in the contract's order; empty for a sound receipt."""
-        return [text for text, holds in self._checks() if not holds]
+    def faults(self) -> Iterator[str]:
+        """What contradicts what, in the contract's order; nothing for a sound receipt."""
+        if self.schema != INGESTION_SCHEMA:
+            yield f"schema is {self.schema!r}, expected {INGESTION_SCHEMA!r}"
+        if self.source not in INGESTION_SOURCES:
+            yield f"source is {self.source!r}, expected one of {', '.join(INGESTION_SOURCES)}"
+        if isinstance(self.source_locator, str) and not self.source_locator.strip():
+            yield "source_locator is blank"
+        yield from self._count_faults()
+        kept = [index for index, text in enumerate(self.kept_row_hashes) if not is_hash(text)]
+        if kept:
+            yield f"kept_row_hashes[{kept[0]}] is no hash"
+        yield from self._rejected_faults()
+        if not is_hash(self.kept_corpus_sha256):
+            yield "kept_corpus_sha256 is no hash"
+        if not kept and self.kept_corpus_sha256 != (aggregate := corpus_sha256(self.kept_row_hashes)):
+            yield f"kept_corpus_sha256 is {self.kept_corpus_sha256}, the kept hashes give {aggregate}"
 
     def identity(self) -> str:
         """What checkpoints are bound to: SHA-256 of the canonical JSON, without a domain."""
         return "sha256:" + sha256_hex(canonical_json(self))
 
-    def _checks(self) -> list[tuple[str, bool]]:
-        locator = self.source_locator
-        indices = [row.row_index for row in self.rejected_rows]
-        increasing = all(a < b for a, b in zip([0, *indices], indices, strict=False))
-        return [
-            (f"schema is {self.schema!r}, expected {INGESTION_SCHEMA!r}", self.schema == INGESTION_SCHEMA),
-            (f"source {self.source!r} is unknown", self.source in INGESTION_SOURCES),
-            ("source_locator is blank", not isinstance(locator, str) or bool(locator.strip())),
-            (
-                f"invalid_row_policy {self.invalid_row_policy!r} is neither fail nor skip",
-                self.invalid_row_policy in ("fail", "skip"),
-            ),
-            (
-                f"rows_read {self.rows_read} != kept {self.rows_kept} + rejected {self.rows_rejected}",
-                self.rows_read == self.rows_kept + self.rows_rejected,
-            ),
-            ("no row is kept", self.rows_kept > 0),
-            (
-                f"rows_kept {self.rows_kept} != {len(self.kept_row_hashes)} kept hashes",
-                self.rows_kept == len(self.kept_row_hashes),
-            ),
-            (
-                f"rows_rejected {self.rows_rejected} != {len(self.rejected_rows)} rejected rows",
-                self.rows_rejected == len(self.rejected_rows),
-            ),
-            ("a kept hash is malformed", all(map(is_hash, self.kept_row_hashes))),
-            (
-                "rejected row indices do not increase within 1..rows_read",
-                increasing and (not indices or indices[-1] <= self.rows_read),
-            ),
-            ("a rejected hash is malformed", all(is_hash(row.row_sha256) for row in self.rejected_rows)),
-            (
-                "a rejected reason is unknown",
-                all(row.reason in INGESTION_REASONS for row in self.rejected_rows),
-            ),
-            ("kept_corpus_sha256 is malformed", is_hash(self.kept_corpus_sha256)),
-            (
-                "kept_corpus_sha256 is not the aggregate of the kept hashes",
-                self.kept_corpus_sha256 == corpus_sha256(self.kept_row_hashes),
-            ),
-        ]
+    def _count_faults(self) -> Iterator[str]:
+        if self.rows_read != self.rows_kept + self.rows_rejected:
+            yield f"rows_read is {self.rows_read}, not {self.rows_kept} kept + {self.rows_rejected} rejected"
+        if self.rows_kept == 0:
+            yield "no row is kept"
+        if self.rows_kept != len(self.kept_row_hashes):
+            yield f"rows_kept is {self.rows_kept}, and there are {len(self.kept_row_hashes)} kept hashes"
+        if self.rows_rejected != len(self.rejected_rows):
+            yield f"rows_rejected is {self.rows_rejected}, and there are {len(self.rejected_rows)} rejected rows"
+
+    def _rejected_faults(self) -> Iterator[str]:
+        previous = 0
+        for number, row in enumerate(self.rejected_rows):
+            if not previous < row.row_index <= self.rows_read:
+                yield f"rejected_rows[{number}].row_index is {row.row_index}, not in {previous + 1}..{self.rows_read}"
+            if not is_hash(row.row_sha256):
+                yield f"rejected_rows[{number}].row_sha256 is no hash"
+            previous = row.row_index
 
 
 class LanguageDrops(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

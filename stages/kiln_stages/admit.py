@@ -265,8 +265,8 @@ def _write(out: Path, inputs: list[RowsFile], admitted: list[Admitted], settings
             written = write_corpus(out / "admit" / f"{result.split}.parquet", result.kept)
             outputs.append(reference(written, out, result.split, schema=CORPUS_SCHEMA, rows=len(result.kept)))
             receipt = result.receipt("dataset_path", rows.locator, settings.invalid_row_policy)
-            if faults := receipt.faults():
-                raise KilnError("KLN501", f"the ingestion receipt contradicts itself: {faults[0]}")
+            if fault := next(receipt.faults(), None):
+                raise KilnError("KLN501", f"the ingestion receipt contradicts itself: {fault}")
             name = "sft_ingestion.json" if result.split == "corpus" else f"{result.split}_ingestion.json"
             written = write_file(out / "admit" / name, document(receipt))
             outputs.append(reference(written, out, "ingestion_receipt", schema=INGESTION_SCHEMA))

@@ -20,6 +20,7 @@ from kiln_cli.manifests import (
     document,
     manifest_files,
     read_document,
+    read_ingestion,
     read_manifest,
     read_receipt,
     relative_base,
@@ -27,7 +28,6 @@ from kiln_cli.manifests import (
 )
 from kiln_cli.plugins import Plugins, version
 from kiln_cli.receipts import (
-    INGESTION_SCHEMA,
     Held,
     IngestionReceipt,
     StageManifest,
@@ -164,7 +164,7 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins) -> Inputs:
         config=config,
         out=out,
         admit=admit,
-        ingestion=read_document(ingestion_path, IngestionReceipt, INGESTION_SCHEMA),
+        ingestion=read_ingestion(ingestion_path),
         rows=rows,
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
