@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import types
 from typing import Any
 
 import pytest
 import tokenizers
+from gguf_tokenizer import phi3_tokenizer_json
 from kiln_stages.admitting.labels import LabelFinder, Rendered
 from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.tokens import Encoded, RowTokenizer
@@ -164,10 +166,160 @@ def test_a_tokenizer_that_is_not_byte_level_uses_offsets() -> None:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.add_special_tokens(["<end>"])
     tokenizer = RowTokenizer(words.to_str())
-    assert not tokenizer.is_byte_level
+    assert not tokenizer.has_token_bytes
     result = tokenizer.encode("a b <end>a", [(2, 9)])
     assert (result.input_ids, result.label_spans) == ([0, 1, 3, 0], [(1, 3)])
     with pytest.raises(RowFault, match="boundary_straddle"):
         tokenizer.encode("a bbb", [(3, 5)])
     with pytest.raises(RowFault, match="control_token_in_content"):
         tokenizer.encode("a <end>", [(0, 7)], [(2, 7)])
+
+
+# SentencePiece-like tokenizers, and settings that real tokenizers have.
+
+
+@pytest.fixture(scope="module")
+def phi3_json() -> str:
+    return phi3_tokenizer_json(shared_path("data/tokenizers/llama_cpp/ggml-vocab-phi-3.gguf"))
+
+
+@pytest.fixture(scope="module")
+def phi3(phi3_json: str) -> RowTokenizer:
+    return RowTokenizer(phi3_json, "<s>", ("<s>", "</s>", "<|endoftext|>"))
+
+
+def test_the_phi3_vocabulary_gives_the_ids_that_its_makers_publish(phi3_json: str) -> None:
+    base = shared_path("data/tokenizers/llama_cpp/ggml-vocab-phi-3.gguf")
+    texts = base.with_suffix(".gguf.inp").read_bytes().decode("utf-8").split("\n__ggml_vocab_test__\n")
+    lines = base.with_suffix(".gguf.out").read_text().split("\n")
+    made = tokenizers.Tokenizer.from_str(phi3_json)
+    assert len(texts) == len(lines) == 47
+    for text, line in zip(texts, lines, strict=True):
+        assert made.encode(text, add_special_tokens=False).ids == [int(number) for number in line.split()]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "\n\nyes", "<0x0A>"])
+def test_sentencepiece_ids_hold_the_text_and_labels_the_span(phi3: RowTokenizer, text: str) -> None:
+    whole = f"<|user|>\n{text}<|end|>\n<|assistant|>{text}<|end|>\n"
+    start = whole.index("<|assistant|>") + len("<|assistant|>")
+    result = phi3.encode(whole, [(start, len(whole))])
+    made = tokenizers.Tokenizer.from_str(phi3._tokenizer.to_str())
+    assert result.input_ids == made.encode(whole, add_special_tokens=False).ids
+    [(first, last)] = result.label_spans
+    assert result.input_ids[first - 1] == 32001  # the header's own token, and nothing between it and the label
+    assert last == len(result.input_ids)
+
+
+def test_a_space_sign_that_turns_into_a_space_is_lost_text(phi3: RowTokenizer) -> None:
+    """The vocabulary writes spaces as U+2581, so a row that holds the sign itself would train a space."""
+    with pytest.raises(RowFault, match=r"U\+2581") as error:
+        phi3.encode("<|assistant|>\na▁b<|end|>", [(14, 24)])
+    assert error.value.reason == "token_loss"
+
+
+def test_tokens_that_take_white_space_along(phi3_json: str) -> None:
+    """The tokenizer of Phi-3's own files: its control tokens swallow the white space behind them."""
+    description = json.loads(phi3_json)
+    for token in description["added_tokens"]:
+        token["rstrip"] = token["content"].startswith("<|")
+    greedy = RowTokenizer(json.dumps(description), "<s>")
+    text = "<|user|>\nhi<|end|>\n<|assistant|>\nyes<|end|>\n"
+    result = greedy.encode(text, [(text.index("yes"), len(text))])
+    assert result.label_spans == [(4, 6)]  # yes <|end|>, which holds the newline
+    assert result.input_ids[4:] == [4874, 32007]
+    with pytest.raises(RowFault, match="boundary_straddle"):
+        greedy.encode("<|assistant|>\n\nyes<|end|>", [(14, 25)])
+
+
+@pytest.mark.parametrize("name", ["<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>", "<s>", "</s>", "<unk>"])
+def test_control_tokens_stay_text_under_sentencepiece(phi3: RowTokenizer, name: str) -> None:
+    text = f"<|user|>\na{name}b<|end|>\n<|assistant|>\nc {name} d<|end|>\n"
+    asked, told = text.index("a" + name), text.index("c " + name)
+    contents = [(asked, asked + len(name) + 2), (told, told + len(name) + 4)]
+    spans = [(told, len(text))]
+    honest = phi3.encode("<|user|>\nab<|end|>\n<|assistant|>\nc d<|end|>\n", [(32, 43)])
+    result = phi3.encode(text, spans, contents)
+    control = {0, 1, 2, *range(32000, 32011)}
+    assert [i for i in result.input_ids if i in control] == [i for i in honest.input_ids if i in control]
+    decoded = tokenizers.Tokenizer.from_str(phi3._tokenizer.to_str()).decode(
+        result.input_ids, skip_special_tokens=False
+    )
+    assert decoded.count(name) == text.count(name)
+    with pytest.raises(RowFault, match="control_token_in_content"):
+        phi3.encode(text, spans, contents, control="reject")
+
+
+def test_a_special_text_that_the_tokenizer_does_not_mark_is_control(phi3_json: str) -> None:
+    """`</s>` of phi-3 is an added token that is not marked special; a template that prints it as eos makes it one."""
+    text, contents, spans = "<|assistant|>\na</s>b</s>", [(14, 20)], [(14, 24)]
+    unaware = RowTokenizer(phi3_json, "<s>")
+    assert unaware.encode(text, spans, contents).input_ids.count(2) == 2
+    aware = RowTokenizer(phi3_json, "<s>", ["</s>"])
+    assert aware.encode(text, spans, contents).input_ids.count(2) == 1
+
+
+def test_a_tokenizer_that_composes_accents(tokenizer_json: str) -> None:
+    """As Qwen's do: ids are those of the composed text, labels are the span's, and nothing is lost."""
+    description = {**json.loads(tokenizer_json), "normalizer": {"type": "NFC"}}
+    composing = RowTokenizer(json.dumps(description))
+    apart, joined = "e\u0301 cafe\u0301", "é café"
+    one = composing.encode(f"a {apart} z", [(1, 2 + len(apart))])
+    two = composing.encode(f"a {joined} z", [(1, 2 + len(joined))])
+    assert one == two
+    with pytest.raises(RowFault, match=r"U\+0004"):
+        composing.encode(f"{apart}\x04", [(0, 2)])
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_tokenizers_that_put_the_space_themselves(phi3_json: str, scheme: str) -> None:
+    """Llama's newer files: the space comes before a text that has none."""
+    description = json.loads(phi3_json)
+    description["normalizer"] = None
+    description["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    tokenizer = RowTokenizer(json.dumps(description), "<s>")
+    assert tokenizer.has_token_bytes
+    for answer in ("yes", " yes", "  yes", "\nyes"):
+        text = f"hi<|assistant|>{answer}<|end|>"
+        [(first, last)] = tokenizer.encode(text, [(15, len(text))]).label_spans
+        assert tokenizer.encode(text, [(15, len(text))]).input_ids[first - 1] == 32001
+        assert last == len(tokenizer.encode(text, [(15, len(text))]).input_ids)
+
+
+def test_a_label_is_never_the_beginning_of_text(tokenizer_json: str) -> None:
+    tokenizer = RowTokenizer(tokenizer_json, bos_token="<|im_start|>")
+    with pytest.raises(RowFault, match="beginning-of-text") as error:
+        tokenizer.encode("a<|im_start|>b", [(1, 14)])
+    assert error.value.reason == "mask_disagreement"
+
+
+class ShiftedIds:
+    """A tokenizer whose encodings are off by one: each offset, or each id."""
+
+    def __init__(self, real: tokenizers.Tokenizer, what: str) -> None:
+        self._real, self._what = real, what
+
+    def encode(self, text: str, **options: Any) -> Any:
+        whole = self._real.encode(text, **options)
+        move = 1 if self._what == "offsets" else 0
+        offsets = [(left + move, right + move) for left, right in whole.offsets]
+        ids = [number + 1 for number in whole.ids] if self._what == "ids" else whole.ids
+        return types.SimpleNamespace(ids=ids, offsets=offsets)
+
+
+@pytest.mark.parametrize("what", ["offsets", "ids", "bytes"])
+@pytest.mark.parametrize("kind", ["smollm2", "phi3"])
+def test_a_row_is_refused_when_its_tokens_are_off_by_one(
+    kind: str, what: str, tokenizer_json: str, phi3_json: str, finder: LabelFinder
+) -> None:
+    tokenizer = RowTokenizer(tokenizer_json if kind == "smollm2" else phi3_json)
+    rows = [finder.find(row(text, text)) for text in ("yes", "naïve café", "a b c")]
+    for rendered in rows:
+        encoded(tokenizer, rendered)
+    if what == "bytes":
+        assert tokenizer._bytes is not None
+        tokenizer._bytes.table.insert(0, b"x")
+    else:
+        tokenizer._tokenizer = ShiftedIds(tokenizer._tokenizer, what)  # type: ignore[assignment]
+    for rendered in rows:
+        with pytest.raises(RowFault, match=r"mask_disagreement|token_loss|boundary_straddle"):
+            encoded(tokenizer, rendered)

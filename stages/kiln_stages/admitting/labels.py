@@ -60,6 +60,15 @@ class LabelFinder:
         ``template_error`` (the template refuses the row), ``template_lost_content`` (text of the row is not in the
         render), ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
         """
+        try:
+            return self._find(messages, tools)
+        except RowFault as fault:
+            if fault.reason != "mask_disagreement":
+                raise
+            detail = f"{printable(self.template.name)}: {fault.detail}"
+            raise RowFault(fault.reason, detail, fault.pointer) from fault
+
+    def _find(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [i for i in spoken if messages[i].get("weight", 1) != 0]
         if not spoken:
@@ -158,8 +167,14 @@ def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[st
             if alone is not None and any(piece.mark == number for piece in alone.pieces):
                 notes.append(f"template_rewrites_turns: thinking of message {mark.owner + 1} is left out")
                 continue
-        detail = f"{printable(row.template.name)} does not print {printable(mark.where)}"
-        raise RowFault("template_lost_content", detail)
+        name = printable(row.template.name)
+        if mark.owner == TOOLS and not any(row.marks[other].owner == TOOLS for other in found):
+            raise RowFault(
+                "template_lost_content",
+                f'the template {name} ignores `tools`; [admit] tools = "system" puts them into the system text',
+                "/tools",
+            )
+        raise RowFault("template_lost_content", f"{name} does not print {printable(mark.where)}")
     return list(dict.fromkeys(notes))
 
 
@@ -251,7 +266,8 @@ def _ending(row: MarkedRow, reading: Reading, turn: int) -> tuple[int, int]:
     """Where the turn's data ends in R, and how much of the gap behind it is still the turn."""
     asked, told = row.prefix(turn + 1, True), row.prefix(turn + 1, False)
     if asked is None or told is None:
-        raise RowFault("mask_disagreement", f"the messages up to {turn + 1} cannot be rendered alone")
+        refusal = _refusal(row, turn + 1)
+        raise RowFault("mask_disagreement", f"the messages up to {turn + 1} cannot be rendered alone{refusal}")
     last = _last_owned(row, asked, turn)
     # The same string may stand again behind the turn, so count: the n-th time here is the n-th time there.
     times = sum(piece.mark == last.mark for piece in asked.pieces if piece.end <= last.end)
@@ -272,6 +288,16 @@ def _ending(row: MarkedRow, reading: Reading, turn: int) -> tuple[int, int]:
             raise RowFault("mask_disagreement", f"nothing shows where message {turn + 1} (assistant) ends")
         ending = gap  # the last turn has its own ending, which is all that is left
     return data_end, _one_newline(ending)
+
+
+def _refusal(row: MarkedRow, count: int) -> str:
+    """What the template says to the first ``count`` messages, in brackets."""
+    try:
+        row.read(row.messages[:count])
+        row.read(row.messages[:count], True)
+    except RowFault as fault:
+        return f" ({fault.detail})"
+    return ""
 
 
 def _last_owned(row: MarkedRow, reading: Reading, turn: int) -> Piece:

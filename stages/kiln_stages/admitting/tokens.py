@@ -1,13 +1,15 @@
 """From rendered text to token ids and labelled tokens, with the proof that the labels are the spans.
 
-A token is labelled when its characters overlap a trained span. For byte-level tokenizers every id stands for a fixed
-run of bytes, so the bytes of the ids, joined, must be the text: that finds characters that no token holds, and the
-running length gives each token's place without the tokenizer's word for it. The tokenizer's own offsets must then
-count the same labels. For other tokenizers the offsets alone are used, and must cover the text.
+A token is labelled when its characters overlap a trained span. For byte-level and SentencePiece-like tokenizers every
+id stands for a fixed run of bytes (``token_bytes``), so the bytes of the ids, joined, must be the text: that finds
+characters that no token holds, and the running length gives each token's place without the tokenizer's word for it.
+The tokenizer's own offsets must then name the same tokens. For other tokenizers the offsets alone are used, and must
+cover the text.
 
 Row text must never become a control token: ``<|im_start|>`` in a question would open a turn. Where row text holds the
 text of one, the text is cut at the template's own control tokens and each stretch between them is encoded with control
-tokens switched off, so the forged one comes out as ordinary tokens.
+tokens switched off, so the forged one comes out as ordinary tokens. Control tokens are those that the tokenizer marks
+as special, and the texts that its settings name as special (``eos_token``), however they are marked.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import tokenizers
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
+from kiln_stages.admitting.token_bytes import TokenBytes, token_bytes
 
 Spans = Sequence[tuple[int, int]]
 Control = Literal["text", "reject"]
@@ -54,11 +57,15 @@ class RowTokenizer:
     Raises KilnError KLN302 where the text describes no tokenizer.
     """
 
-    def __init__(self, tokenizer_json: str, bos_token: str | None = None) -> None:
+    def __init__(self, tokenizer_json: str, bos_token: str | None = None, special_texts: Iterable[str] = ()) -> None:
         try:
             self._tokenizer = _loaded(tokenizer_json)
-            self._without_control = _loaded(tokenizer_json)
             description = json.loads(tokenizer_json)
+            added = [token for token in description.get("added_tokens") or [] if token["content"]]
+            unmarked = [token for token in added if token["content"] in set(special_texts) and not token["special"]]
+            for token in unmarked:
+                token["special"] = True
+            self._without_control = _loaded(json.dumps(description) if unmarked else tokenizer_json)
         except Exception as error:  # the tokenizers library raises bare Exception for a damaged description
             raise KilnError(
                 "KLN302",
@@ -66,16 +73,14 @@ class RowTokenizer:
                 hint="restore the model directory; for the default model run `python fixtures/fetch_model.py`",
             ) from error
         self._without_control.encode_special_tokens = True
-        added = [token for token in description.get("added_tokens") or [] if token["content"]]
-        control = [token for token in added if token["special"]]
-        self._control_ids = {token["content"]: int(token["id"]) for token in control}
-        self._greedy = {token["content"] for token in control if token["lstrip"] or token["rstrip"]}
-        self._control = _any_of(self._control_ids)
+        control = {token["content"]: int(token["id"]) for token in added if token["special"]}
+        self._control_ids = frozenset(control.values())
+        self._control = _any_of(control)
         self._bos = None if bos_token is None else self._tokenizer.token_to_id(bos_token)
-        self._bytes = _bytes_by_id(self._tokenizer, description, added)
+        self._bytes = token_bytes(self._tokenizer, description)
 
     @property
-    def is_byte_level(self) -> bool:
+    def has_token_bytes(self) -> bool:
         """Whether every id stands for a fixed run of bytes."""
         return self._bytes is not None
 
@@ -85,13 +90,10 @@ class RowTokenizer:
         Raises RowFault: ``control_token_in_content`` (row text holds a control token's text, and ``control`` is
         ``"reject"`` or the tokenizer cannot take it as text), ``token_loss`` (a character no token holds),
         ``boundary_straddle`` (a token crosses the edge of a span), ``duplicate_bos``, ``no_supervised_tokens``,
-        ``mask_disagreement`` (the two ways to count labels differ).
+        ``mask_disagreement`` (the two ways to find labelled tokens differ, or a label is the beginning-of-text token).
         """
-        forged = self._forged(text, content_spans)
-        if not forged:
-            whole = self._tokenizer.encode(text, add_special_tokens=False)
-            return self._labelled(text, spans, whole.ids, whole.offsets)
-        return self._encode_forged(text, spans, forged, control)
+        whole = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encoded(text, spans, content_spans, whole, control)
 
     def encode_batch(self, rows: Sequence[RenderedText], control: Control = "text") -> list[Encoded | RowFault]:
         """As :meth:`encode`, for many rows at once; a row that fails gives its fault in its place."""
@@ -99,14 +101,22 @@ class RowTokenizer:
         encodings = self._tokenizer.encode_batch([row.text for row in rows], add_special_tokens=False)
         for row, whole in zip(rows, encodings, strict=True):
             try:
-                forged = self._forged(row.text, row.content_spans)
-                if forged:
-                    out.append(self._encode_forged(row.text, row.spans, forged, control))
-                else:
-                    out.append(self._labelled(row.text, row.spans, whole.ids, whole.offsets))
+                out.append(self._encoded(row.text, row.spans, row.content_spans, whole, control))
             except RowFault as fault:
                 out.append(fault)
         return out
+
+    def _encoded(
+        self, text: str, spans: Spans, content_spans: Spans, whole: tokenizers.Encoding, control: Control
+    ) -> Encoded:
+        forged = self._forged(text, content_spans)
+        ids, offsets = whole.ids, whole.offsets
+        if forged:
+            if control == "reject":
+                name = printable(forged[0].group())
+                raise RowFault("control_token_in_content", f"row text holds the control token {name}")
+            ids, offsets = self._without_forged(text, forged, ids, offsets)
+        return self._labelled(text, spans, ids, offsets)
 
     def _forged(self, text: str, content_spans: Spans) -> list[re.Match[str]]:
         """Control-token texts that row text is part of."""
@@ -118,47 +128,78 @@ class RowTokenizer:
                 forged.append(match)
         return forged
 
-    def _encode_forged(self, text: str, spans: Spans, forged: list[re.Match[str]], control: Control) -> Encoded:
-        name = printable(forged[0].group())
-        if control == "reject":
-            raise RowFault("control_token_in_content", f"row text holds the control token {name}")
-        if self._bytes is None or self._greedy:
+    def _without_forged(
+        self, text: str, forged: list[re.Match[str]], ids: list[int], offsets: list[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and offsets of a text whose stretches between real control tokens are encoded as plain text.
+
+        The same cuts with control tokens on must give the ids of the whole text, or cutting itself changes ids.
+        """
+        starts = [match.start() for match in forged]
+        real = [
+            (left, right, number)
+            for number, (left, right) in zip(ids, offsets, strict=True)
+            if number in self._control_ids and bisect_left(starts, left) == bisect_left(starts, right)
+        ]
+        plain: list[int] = []
+        places: list[tuple[int, int]] = []
+        again: list[int] = []
+        position = 0
+        for left, right, number in [*real, (len(text), len(text), None)]:
+            stretch = text[position:left]
+            again += self._tokenizer.encode(stretch, add_special_tokens=False).ids
+            part = self._without_control.encode(stretch, add_special_tokens=False)
+            plain += part.ids
+            places += [(start + position, end + position) for start, end in part.offsets]
+            if number is not None:
+                again.append(number)
+                plain.append(number)
+                places.append((left, right))
+            position = right
+        kept = [number for number in plain if number in self._control_ids]
+        if self._bytes is None or again != ids or kept != [number for _, _, number in real]:
+            name = printable(forged[0].group())
             raise RowFault(
                 "control_token_in_content", f"row text holds {name}, which this tokenizer cannot take as plain text"
             )
-        forged_at = {match.start() for match in forged}
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        position = 0
-        real = [match.span() for match in self._control.finditer(text) if match.start() not in forged_at]
-        for start, end in [*real, (len(text), len(text))]:
-            stretch = self._without_control.encode(text[position:start], add_special_tokens=False)
-            ids += stretch.ids
-            offsets += [(left + position, right + position) for left, right in stretch.offsets]
-            if start < end:
-                ids.append(self._control_ids[text[start:end]])
-                offsets.append((start, end))
-            position = end
-        return self._labelled(text, spans, ids, offsets)
+        return plain, places
 
     def _labelled(self, text: str, spans: Spans, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             raise RowFault("duplicate_bos", "the text begins with two beginning-of-text tokens")
         if self._bytes is None:
             _require_cover(text, offsets)
-            label_spans = _overlapping(offsets, spans)
-            for (first, last), (start, end) in zip(label_spans, spans, strict=True):
-                _require_edges(text, start, end, offsets[first][0], offsets[last - 1][1])
+            label_spans = _by_offsets(text, spans, offsets)
         else:
-            label_spans = _by_bytes(text, spans, [self._bytes[token] for token in ids])
-        counted = _count_by_offsets(spans, offsets)
-        labelled = sum(last - first for first, last in label_spans)
-        if counted != labelled:
-            raise RowFault("mask_disagreement", f"{labelled} labelled tokens by length, {counted} by offset")
+            label_spans = _by_token_bytes(self._bytes, text, spans, ids, offsets)
+        told = _ranges_by_offsets(spans, offsets)
+        if told != label_spans:
+            raise RowFault("mask_disagreement", f"labelled tokens are {label_spans} by length, {told} by offset")
+        if self._bos is not None and any(self._bos in ids[first:last] for first, last in label_spans):
+            raise RowFault("mask_disagreement", "the beginning-of-text token is among the labelled tokens")
         if all(last <= 1 for _, last in label_spans):
             # A label is predicted from the token before it, so the first token of a row never counts.
             raise RowFault("no_supervised_tokens", "no token behind the first is labelled")
         return Encoded(ids, label_spans)
+
+
+def _by_token_bytes(
+    table: TokenBytes, text: str, spans: Spans, ids: list[int], offsets: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    parts, read = table.parts(text, ids, offsets), table.normal_form(text)
+    if read == text:
+        return _by_bytes(text, spans, parts)
+    # The tokenizer composes accents: its tokens hold that form of the text, and offsets say where in the text.
+    if b"".join(parts) != read.encode("utf-8"):
+        raise _loss(read, parts)
+    return _by_offsets(text, spans, offsets)
+
+
+def _by_offsets(text: str, spans: Spans, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    label_spans = _overlapping(offsets, spans)
+    for (first, last), (start, end) in zip(label_spans, spans, strict=True):
+        _require_edges(text, start, end, offsets[first][0], offsets[last - 1][1])
+    return label_spans
 
 
 def _by_bytes(text: str, spans: Spans, parts: list[bytes]) -> list[tuple[int, int]]:
@@ -175,15 +216,20 @@ def _by_bytes(text: str, spans: Spans, parts: list[bytes]) -> list[tuple[int, in
             left = len(text[:start].encode("utf-8"))
             right = left + len(text[start:end].encode("utf-8"))
         first, last = bisect_right(ends, left), bisect_left(ends, right) + 1
+        while first and not parts[first - 1]:
+            first -= 1  # a space that the tokenizer put before the text is written with the text
         if b"".join(parts[first:last]) != encoded[left:right]:
-            raise RowFault("boundary_straddle", f"a token crosses an edge of {_excerpt(text, start, end)}")
+            early = ends[first] - len(parts[first]) < left
+            crossing = parts[first if early else last - 1].decode("utf-8", "replace")
+            raise _straddle(crossing, "start" if early else "end", text[start:end])
         out.append((first, last))
     return out
 
 
-def _count_by_offsets(spans: Spans, offsets: list[tuple[int, int]]) -> int:
+def _ranges_by_offsets(spans: Spans, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The tokens that overlap each span by the tokenizer's word, as index ranges."""
     lefts, rights = [left for left, _ in offsets], [right for _, right in offsets]
-    return sum(bisect_left(lefts, end) - bisect_right(rights, start) for start, end in spans)
+    return [(bisect_right(rights, start), bisect_left(lefts, end)) for start, end in spans]
 
 
 def _loaded(source: str) -> tokenizers.Tokenizer:
@@ -197,34 +243,6 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern for the longest of ``texts`` at the leftmost place; for none of them, one that never matches."""
     ordered = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
-
-
-def _bytes_by_id(
-    tokenizer: tokenizers.Tokenizer, description: dict[str, Any], added: list[dict[str, Any]]
-) -> list[bytes] | None:
-    """The bytes of every id, or None when the tokenizer is not plainly byte-level."""
-    decoder = description.get("decoder") or {}
-    if decoder.get("type") != "ByteLevel" or description.get("normalizer") is not None:
-        return None
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    plain = {token["content"] for token in added}
-    alphabet = _byte_alphabet()
-    for piece, number in vocabulary.items():
-        if piece in plain:
-            table[number] = piece.encode("utf-8")
-        elif all(char in alphabet for char in piece):
-            table[number] = bytes(alphabet[char] for char in piece)
-        else:
-            return None
-    return table
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The character by which byte-level vocabularies write each byte: itself if printable, else from U+0100 on."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printed)]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _overlapping(offsets: list[tuple[int, int]], spans: Spans) -> list[tuple[int, int]]:
@@ -242,7 +260,13 @@ def _overlapping(offsets: list[tuple[int, int]], spans: Spans) -> list[tuple[int
 def _require_edges(text: str, start: int, end: int, left: int, right: int) -> None:
     """Tokens of a span may leave out white space at its edges, which such tokenizers trim, and nothing else."""
     if left < start or right > end:
-        raise RowFault("boundary_straddle", f"a token crosses an edge of {_excerpt(text, start, end)}")
+        crossing = text[left : start + 1] if left < start else text[end - 1 : right]
+        raise _straddle(crossing, "start" if left < start else "end", text[start:end])
+
+
+def _straddle(crossing: str, edge: str, trained: str) -> RowFault:
+    detail = f"the token {_quoted(crossing)} crosses the {edge} of the trained text {_quoted(trained)}"
+    return RowFault("boundary_straddle", detail)
 
 
 def _require_cover(text: str, offsets: list[tuple[int, int]]) -> None:
@@ -266,5 +290,5 @@ def _named(char: str) -> str:
     return f"U+{ord(char):04X}"
 
 
-def _excerpt(text: str, start: int, end: int) -> str:
-    return repr(printable(text[start:end], limit=40))
+def _quoted(text: str) -> str:
+    return repr(printable(text, limit=40))
