@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from gguf_tokenizer import phi3_tokenizer_json
 from kiln_stages.admitting.label_proof import Claim, prove
@@ -286,12 +287,12 @@ def test_a_refusal_names_its_template_or_its_token() -> None:
 
 
 def admitted_claims(tokenizer: str) -> list[tuple[str, Claim]]:
-    """Every admitted case as the claim that was proven for it."""
+    """Every admitted case as the claim that was proven for it; a system turn in front proves nothing new."""
     claims = []
     for name in all_templates():
         template = chat_template(name, tokenizer)
         for case, outcome in outcomes(name, tokenizer).items():
-            if outcome.rendered is not None:
+            if outcome.rendered is not None and "+" not in case:
                 form, text = template.settle(*CASES[case])
                 turns = [
                     i for i, m in enumerate(CASES[case][0]) if m["role"] == "assistant" and m.get("weight", 1) != 0
@@ -313,10 +314,10 @@ def test_every_span_edge_shifted_by_one_character_is_refused() -> None:
             if edges != sorted(edges):
                 continue  # such spans overlap or leave the text: there is nothing to prove
             with pytest.raises(RowFault) as error:
-                prove(claim._replace(spans=tuple((start, end) for start, end in spans)))
+                prove(msgspec.structs.replace(claim, spans=tuple((start, end) for start, end in spans)))
             assert error.value.reason == "mask_disagreement", what
             tried += 1
-    assert tried > 4000
+    assert tried > 2000
 
 
 class Shifted(ChatTemplate):
@@ -352,7 +353,7 @@ def has_words(message: dict[str, Any]) -> bool:
     return any(message.get(field) for field in ("content", "reasoning_content", "tool_calls"))
 
 
-@pytest.mark.parametrize(("damage", "least"), [("words", 600), ("prompts", 300), ("blocks", 100)])
+@pytest.mark.parametrize(("damage", "least"), [("words", 300), ("prompts", 150), ("blocks", 50)])
 def test_every_row_is_refused_when_the_proof_is_off_by_one_character(damage: str, least: int) -> None:
     """The render with other words, the prompts of turns, the generation blocks: each by itself is enough to refuse."""
     refused = 0
@@ -365,7 +366,7 @@ def test_every_row_is_refused_when_the_proof_is_off_by_one_character(damage: str
             continue  # no other words to put there
         for by in (-1, 1):
             with pytest.raises(RowFault) as error:
-                prove(claim._replace(template=Shifted(claim, damage, by)))
+                prove(msgspec.structs.replace(claim, template=Shifted(claim, damage, by)))
             assert error.value.reason == "mask_disagreement", what
             refused += 1
     assert refused >= 2 * least
