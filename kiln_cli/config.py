@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import tomli_w
@@ -256,6 +256,16 @@ class RunConfig(Section, frozen=True, kw_only=True):
             )
 
 
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class Overrides(NamedTuple):
+    """What the command line lays over a config: ``--set`` texts, and settings by section."""
+
+    assignments: Iterable[str]
+    options: Options
+
+
 class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A checked config and the directory that its relative paths count from.
 
@@ -269,6 +279,11 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolve(self, path: str) -> Path:
         return Path(os.path.normpath(self.base_dir / path))
+
+    def replace(self, section: str, **settings: Any) -> LoadedConfig:
+        """The same config with other settings in one section."""
+        changed = msgspec.structs.replace(getattr(self.run, section), **settings)
+        return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, **{section: changed}))
 
     def sha256(self, *sections: str) -> str:
         """Digest of what a stage reads of the config: a change elsewhere changes nothing for it."""
@@ -288,17 +303,21 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
         return tomli_w.dumps(value).encode("utf-8")
 
 
-def load_config(path: Path, assignments: Iterable[str] = ()) -> LoadedConfig:
-    """Reads and checks a config, or a request in its place; ``assignments`` are ``section.key=value`` texts that
-    override it.
+def load_config(path: Path | None, assignments: Iterable[str] = (), options: Options | None = None) -> LoadedConfig:
+    """Reads and checks a config, or a request in its place; None: a config with nothing in it, whose paths count from
+    the working directory.
 
+    ``assignments`` are ``section.key=value`` texts that override it; ``options``, settings by section, override both.
     Raises KilnError KLN202 where the file is no config at all, KLN203 with every fault that it has, and KLN211 for a
     request of a kind that is not built.
     """
+    overrides = Overrides(assignments, options or {})
+    if path is None:
+        return _load_nothing(overrides)
     text = _read_text(path)
     value = _parse(path, text)
     if path.suffix == ".json" and is_request(value):
-        return _load_request(path, text, value, assignments)
+        return _load_request(path, text, value, overrides)
     if (found := value.get("schema")) != SCHEMA:
         raise KilnError(
             "KLN202",
@@ -306,17 +325,25 @@ def load_config(path: Path, assignments: Iterable[str] = ()) -> LoadedConfig:
             hint=f'begin the file with schema = "{SCHEMA}"; a JSON file may be a request with dataset_path instead',
         )
     faults: list[str] = []
-    run = _assigned(value, assignments, faults)
+    run = _overridden(value, overrides, faults)
     if faults or run is None:
         raise _faulty(path, text, faults)
     base = path.parent if run.base_dir is None else path.parent / run.base_dir
     return LoadedConfig(run=msgspec.structs.replace(run, base_dir=None), base_dir=base, path=path)
 
 
-def _load_request(path: Path, text: str, value: dict[str, Any], assignments: Iterable[str]) -> LoadedConfig:
+def _load_nothing(overrides: Overrides) -> LoadedConfig:
+    faults: list[str] = []
+    run = _overridden({"schema": SCHEMA}, overrides, faults)
+    if faults or run is None:
+        raise _faulty(Path("the command line"), "", faults)
+    return LoadedConfig(run=run, base_dir=Path())
+
+
+def _load_request(path: Path, text: str, value: dict[str, Any], overrides: Overrides) -> LoadedConfig:
     request = read_request(value, REFUSED_KEYS)
     faults = request.faults
-    run = _assigned({"schema": SCHEMA, **request.settings}, assignments, faults)
+    run = _overridden({"schema": SCHEMA, **request.settings}, overrides, faults)
     if not faults and run is not None and run.admit.file is not None and request.examples is not None:
         faults.append("examples and admit.file exclude each other")
     if faults or run is None:
@@ -326,9 +353,13 @@ def _load_request(path: Path, text: str, value: dict[str, Any], assignments: Ite
     return LoadedConfig(run=run, base_dir=path.parent, path=path, examples=request.examples)
 
 
-def _assigned(value: dict[str, Any], assignments: Iterable[str], faults: list[str]) -> RunConfig | None:
-    for assignment in assignments:
+def _overridden(value: dict[str, Any], overrides: Overrides, faults: list[str]) -> RunConfig | None:
+    for assignment in overrides.assignments:
         assign(value, assignment)
+    for section, settings in overrides.options.items():
+        table = value.setdefault(section, {}) if settings else None
+        if isinstance(table, dict):  # else decoding names the fault
+            table.update(settings)
     return decode(RunConfig, value, REFUSED_KEYS, faults)
 
 

@@ -146,7 +146,7 @@ def test_examples_import_kiln_cli_and_nothing_deeper(source: str) -> None:
 
 
 def test_source_example_reads_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kiln_stages.admitting.admission import IncomingRow, chat_rows
+    from kiln_stages.admitting.incoming import IncomingRow, chat_rows
     from kiln_stages.reading.sources import json_lines, open_rows
 
     from kiln_cli.lines import LineReader

@@ -1,13 +1,14 @@
 """``kiln admit``: rows in, token ids with proven labels out, and a receipt that names every row by hash.
 
-The rows are the prepared examples of a run (``kiln admit CONFIG --out RUN``) or a file in a chat shape
-(``kiln admit --file ROWS --model DIR --out RUN``). Both meet one contract, in ``admission.py``.
+The rows are the prepared examples of a run (``kiln admit CONFIG --out RUN``), a file in a chat shape (``--file``), or
+rows that are handed over (``--row``, standard input, ``run(rows=...)``). All meet one contract, in ``admission.py``.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,46 +16,24 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, ModelConfig, RunConfig, load_config
+from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, load_config
 from kiln_cli.errors import KilnError
-from kiln_cli.files import AtomicFile, open_input, run_lock, write_file
+from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.identity import canonical_json
-from kiln_cli.lines import LineReader
-from kiln_cli.manifests import (
-    document,
-    manifest_reference,
-    nonzero,
-    read_manifest,
-    reference,
-    require_unchanged,
-    write_manifest,
-)
+from kiln_cli.manifests import document, manifest_reference, nonzero, reference, write_manifest
 from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
-from kiln_cli.records import Record
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
-from kiln_stages.admitting.admission import Admission, Admitted, IncomingRow, chat_rows, prepared_rows
-from kiln_stages.admitting.corpus import CORPUS_SCHEMA, admitted_sha256, write_corpus
-from kiln_stages.admitting.labels import LabelFinder
-from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
-from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
-from kiln_stages.admitting.rendering import ChatTemplate
-from kiln_stages.admitting.tokens import RowTokenizer
-from kiln_stages.reading.sources import STDIN, json_lines, open_rows
-from kiln_stages.reading.transports import Plain
-
-
-class RowsFile(msgspec.Struct, frozen=True):
-    """A file to admit: what it becomes (``corpus`` or ``heldout``), its name in evidence, the opened file, and how its
-    records become rows. ``ref`` is what an earlier manifest says of it."""
-
-    split: str
-    locator: str
-    plain: Plain
-    rows: Callable[[Iterable[Record]], Iterable[IncomingRow]]
-    ref: FileRef | None = None
-    source_reasons: tuple[str, ...] = ()
+from kiln_stages.admitting.contract import build_contract
+from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
+from kiln_stages.admitting.inputs import Given, given_texts, given_values, open_inputs, rows_details
+from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, worker_count
+from kiln_stages.admitting.recheck import RECEIPTS
+from kiln_stages.admitting.tally import Tally
+from kiln_stages.reading.ranges import copy_stream
+from kiln_stages.reading.sources import STDIN
+from kiln_stages.workers import Workers
 
 
 class AdmitResult(msgspec.Struct, frozen=True):
@@ -67,25 +46,31 @@ def command(
     config: Annotated[
         Path | None, typer.Argument(help="The run config; the rows are the prepared ones of RUN.")
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="A file of chat rows to admit instead.")] = None,
-    model: Annotated[Path | None, typer.Option("--model", help="With --file: the model directory.")] = None,
-    source: Annotated[str, typer.Option("--source", help="With --file: the rows' shape.")] = "auto",
+    file: Annotated[Path | None, typer.Option("--file", help="A file of chat rows instead; - is stdin.")] = None,
+    row: Annotated[list[str] | None, typer.Option("--row", help="One row as JSON, instead of a file.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="The model directory.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="The rows' shape; auto if left out.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse fields that change nothing.")] = False,
+    compat: Annotated[str | None, typer.Option("--compat", help="kiln: read rows as the public server does.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="A template by name, or a file.")] = None,
     policy: Annotated[str | None, typer.Option("--invalid-row-policy", help="fail or skip.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; as many as cores.")] = None,
     assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokenize rows, prove their labels, and write the corpus with its ingestion receipt."""
-    overrides = list(assignments or ())
-    overrides += [f"admit.template={template}"] if template else []
-    overrides += [f"admit.invalid_row_policy={policy}"] if policy is not None else []
-    loaded = _config(config, file, model, overrides)
-    result = run(loaded, out, load_plugins(), file=file, source=source, progress=terminal)
+    if file is not None and row:
+        raise KilnError("KLN201", "--file and --row exclude each other", hint="give the rows in one way")
+    piped = file is not None and str(file) == STDIN
+    given = given_texts(row) if row else Given(None) if piped else None
+    options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
+    options |= {"compat": compat, "file": None if piped else file, "strict": strict or None}
+    loaded = _config(config, model, options, assignments or [], given)
+    result = run(loaded, out, load_plugins(), rows=given, workers=workers, progress=terminal)
     if json:
         terminal.json_data(result.manifest)
     terminal.say(account(result, out))
-    if config is not None:
-        terminal.say(f"next: kiln train {printable(config)} --out {printable(out)}")
+    terminal.say(f"next: kiln train {printable(config or out / 'config.resolved.toml')} --out {printable(out)}")
 
 
 def run(
@@ -93,47 +78,40 @@ def run(
     out: Path,
     plugins: Plugins,
     *,
-    file: Path | None = None,
-    source: str = "auto",
+    rows: Given | Iterable[Any] | None = None,
+    workers: int | None = None,
     progress: Progress = SILENT,
 ) -> AdmitResult:
-    """Writes ``admit/`` and ``admit_manifest.json``.
+    """Writes ``admit/`` and ``admit_manifest.json``. ``rows``: rows to admit in place of the config's, as values.
 
     Raises KilnError: KLN101 for a rejected row under ``fail``, KLN102 where no row is kept, KLN206/207 where the
-    prepared rows are missing or changed, KLN302 for missing model files, KLN213 for an unusable template.
+    prepared rows are missing or changed, KLN204/212 for rows that cannot be read, KLN302 for missing model files,
+    KLN213 for an unusable template.
     """
     started = time.monotonic()
-    settings = config.run.admit
-    files = load_model_files(config.model_dir())
-    choice = choose_template(settings.template, files, plugins.templates, config.base_dir)
-    finder = LabelFinder(ChatTemplate(choice.source, choice.name, files.special_tokens, settings.date))
-    mode = choose_mode(settings.tools, finder)
-    max_tokens = settings.max_tokens or files.positions
-    tokenizer = RowTokenizer(files.tokenizer_json, files.special_tokens.get("bos_token"))
+    rows = config.examples if rows is None else rows
+    given = rows if rows is None or isinstance(rows, Given) else given_values(rows)
+    contract = build_contract(config, plugins)
     with run_lock(out, "kiln admit"), ExitStack() as stack:
-        if file is not None:
-            mode = "native"  # rows of a file bring their own tools
-            inputs = [_given_file(file, source, plugins, out, stack)]
-        else:
-            inputs = _prepared_files(out, mode, stack)
-        admission = Admission(finder, tokenizer, max_tokens, settings, inputs[0].source_reasons)
-        read = [_admit_file(rows, admission, progress) for rows in inputs]
-        admitted = [result for result, _ in read]
-        _require_policy(admitted, settings)
-        outputs = _write(out, inputs, admitted, settings)
+        inputs = open_inputs(config, out, plugins, contract, stack, given)
+        job = Job(inputs, contract.admission(inputs[0].source_reasons))
+        pool = stack.enter_context(Workers(job, worker_count(inputs, workers)))
+        tallies, outputs = _admit(job, pool, out, config.run.admit, progress)
+        prepared = inputs[0].ref is not None
         manifest = StageManifest(
             stage="admit",
             kiln_version=version(),
             plugins=plugins.loaded(),
             config_sha256=config.sha256(*ADMIT_SECTIONS),
-            previous=manifest_reference(out, "prepare") if file is None else None,
-            inputs=[ref for _, ref in read],
+            previous=manifest_reference(out, "prepare") if prepared else None,
+            inputs=[input_reference(tally.source, tally.rows_read) for tally in tallies],
             outputs=outputs,
-            counts={result.split: result.counts() for result in admitted},
+            counts={tally.split: tally.counts() for tally in tallies},
             details={
                 "config_sections": list(ADMIT_SECTIONS),
-                "admitted_sha256": {result.split: admitted_sha256(result.kept) for result in admitted},
-                **_rendering_details(files, choice, mode, max_tokens),
+                "rows": rows_details(inputs),
+                "admitted_sha256": {tally.split: tally.admitted_sha256() for tally in tallies},
+                **contract.details(contract.prepared_mode if prepared else "native"),
             },
         )
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
@@ -146,146 +124,124 @@ def account(result: AdmitResult, out: Path) -> str:
     details = result.manifest.details
     lines = [f"admit: template {details['template']['name']}, tools as {details['tools']['mode']}"]
     for split, counts in result.manifest.counts.items():
-        rows: list[list[object]] = [[f"{split}: rows read", counts["rows_read"]]]
-        rows += [["  " + name, count] for name, count in nonzero(counts["reasons"]).items()]
-        rows += [
-            ["  kept", counts["rows_kept"]],
-            ["  tokens", counts["tokens"]],
-            ["  supervised tokens", counts["supervised_tokens"]],
-        ]
-        lines.append(table(rows))
+        lines.append(table([[f"{split}: rows read", counts["rows_read"]], *_outcomes(counts)]))
+        if lengths := counts["over_length_tokens"]:
+            lines.append(f"  over_length: {_lengths(lengths)} tokens, at most {details['max_tokens']:,}")
         lines += [f"  ignored field {name}: {count} rows" for name, count in counts["ignored_fields"].items()]
         lines += [f"  template: {printable(note)}: {count} rows" for note, count in counts["template_notes"].items()]
     state = "unchanged" if result.unchanged else "written"
     return "\n".join([*lines, f"{state}: {printable(out)}/admit_manifest.json"])
 
 
-def _config(config: Path | None, file: Path | None, model: Path | None, overrides: list[str]) -> LoadedConfig:
-    """The config of the command line: a file's, or what --file and --model say."""
-    if config is not None and file is None:
-        return load_config(config, overrides)
-    if file is None or model is None or config is not None:
+def _outcomes(counts: dict[str, Any]) -> list[list[object]]:
+    rows: list[list[object]] = [["  " + name, count] for name, count in nonzero(counts["reasons"]).items()]
+    rows += [["  kept", counts["rows_kept"]]]
+    return [*rows, ["  tokens", counts["tokens"]], ["  supervised tokens", counts["supervised_tokens"]]]
+
+
+def _lengths(lengths: list[int]) -> str:
+    """The longest few of the rows that are too long; the manifest and rejected.jsonl have them all."""
+    shown = ", ".join(f"{length:,}" for length in sorted(lengths, reverse=True)[:5])
+    return shown if len(lengths) <= 5 else f"{shown}, … ({len(lengths):,} rows, from {min(lengths):,})"
+
+
+def _config(
+    path: Path | None, model: Path | None, options: dict[str, Any], assignments: list[str], given: Given | None
+) -> LoadedConfig:
+    """The config of the command line: a file's or an empty one, with the options laid over it."""
+    file = options.pop("file")
+    if path is None and file is None and given is None:
         raise KilnError(
             "KLN201",
-            "give a CONFIG (for the prepared rows of RUN), or --file with --model",
+            "give a CONFIG (for the prepared rows of RUN), or rows by --file or --row",
             hint="kiln admit CONFIG --out RUN, or kiln admit --file ROWS --model DIR --out RUN",
         )
-    admit: dict[str, Any] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, _, name = key.partition(".")
-        if section != "admit":
-            raise KilnError("KLN201", f"--set {printable(key)!r} without a CONFIG", hint="only admit.* applies here")
-        admit[name] = value
-    try:
-        settings = msgspec.convert(admit, AdmitConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise KilnError("KLN201", f"admit settings: {printable(error)}", hint="docs/config.md lists them") from None
-    run_config = RunConfig(schema="kiln.config.v1", model=ModelConfig(path=str(model)), admit=settings)
-    return LoadedConfig(run=run_config, base_dir=Path())
+    laid_over = {key: value for key, value in options.items() if value is not None}
+    loaded = load_config(path, assignments, {"admit": laid_over})
+    if file is not None and loaded.examples is not None:
+        raise KilnError("KLN201", f"{printable(path)} brings rows of its own (examples)", hint="leave out --file")
+    if path is None and model is None and loaded.run.model.path is None:
+        raise KilnError("KLN201", "--model is missing", hint="name a Hugging Face model directory")
+    if file is not None:
+        loaded = loaded.replace("admit", file=_from_base(file, loaded))
+    if model is not None:
+        loaded = loaded.replace("model", path=_from_base(model, loaded))
+    return loaded
 
 
-def _prepared_files(out: Path, mode: ToolsMode, stack: ExitStack) -> list[RowsFile]:
-    """The train and validation splits of the run; test.jsonl is left for evaluation."""
-    manifest = read_manifest(out, "prepare")
-    found = []
-    for split, name in (("corpus", "data/train.jsonl"), ("heldout", "data/validation.jsonl")):
-        ref = manifest.output(name)
-        require_unchanged(ref, out / name, "data_manifest.json")
-        stream = stack.enter_context(open_input(out / name))
-        plain = Plain(stream=stream, size=ref.bytes, packing="lines", elements=False, sha256=None)
-        found.append(RowsFile(split, name, plain, lambda records: prepared_rows(records, mode), ref))
-    return found
+def _from_base(path: Path, config: LoadedConfig) -> str:
+    """A path of the command line as one of the config, whose paths count from its own directory."""
+    if path.is_absolute() or config.base_dir == Path():
+        return str(path)
+    return os.path.relpath(path, config.base_dir)
 
 
-def _given_file(file: Path, source: str, plugins: Plugins, scratch: Path, stack: ExitStack) -> RowsFile:
-    path = None if str(file) == STDIN else file
-    plain, choice = stack.enter_context(open_rows(path, source, plugins.sources, "chat", scratch))
-    chosen = choice.source
-    return RowsFile(
-        "corpus", str(file), plain, lambda records: chat_rows(records, chosen), source_reasons=chosen.reasons
-    )
+def _admit(
+    job: Job, workers: Workers, out: Path, settings: AdmitConfig, progress: Progress
+) -> tuple[list[Tally], list[FileRef]]:
+    """Judges all rows and writes what they give. Nothing appears under its name unless everything holds."""
+    folder = out / "admit"
+    tallies = []
+    with ExitStack() as stack:
+        rejected = stack.enter_context(AtomicFile(folder / "rejected.jsonl"))
+        corpora = [stack.enter_context(CorpusWriter(folder / f"{source.split}.parquet")) for source in job.inputs]
+        handed_over = [source for source in job.inputs if source.handed_over]
+        copies = [stack.enter_context(AtomicFile(out / source.path)) for source in handed_over]
+        for number, (source, corpus) in enumerate(zip(job.inputs, corpora, strict=True)):
+            tally = Tally(source, job.admission.reasons)
+            tallies.append(tally)
+            with progress.task(f"admit: {source.split}", None, "rows") as task:
+                for part in judged_parts(job, number, workers):
+                    tally.add(part)
+                    for row in part.kept:
+                        corpus.write(row)
+                    for detail in part.rejected:
+                        rejected.write(canonical_json(detail) + b"\n")
+                    task.advance(part.rows)
+        _require_policy(tallies, settings)
+        for source, copy in zip(handed_over, copies, strict=True):
+            copy_stream(source.plain.stream, copy)
+    outputs = []
+    for tally, corpus in zip(tallies, corpora, strict=True):
+        assert corpus.file is not None
+        outputs.append(reference(corpus.file, out, tally.split, schema=CORPUS_SCHEMA, rows=len(tally.kept_hashes)))
+        outputs.append(_write_receipt(tally, out, settings))
+    outputs += [reference(copy, out, "chat_rows") for copy in copies]
+    return tallies, [*outputs, reference(rejected, out, "rejected_rows", rows=sum(len(t.rejected) for t in tallies))]
 
 
-def _admit_file(rows: RowsFile, admission: Admission, progress: Progress) -> tuple[Admitted, FileRef]:
-    """Reads a file once: the bytes that are admitted are the bytes that are hashed."""
-    lines = LineReader(rows.plain.stream)
-    with progress.task(f"admit: {rows.split}", None, "rows") as task:
-        records = json_lines(lines, elements=rows.plain.elements)
-        admitted = admission.admit(rows.split, rows.rows(records), task)
-    count = len(admitted.kept) + len(admitted.rejected)
-    sha256 = rows.plain.sha256 or lines.sha256
-    ref = rows.ref or FileRef(
-        path=rows.locator, base="config", kind="chat_rows", sha256=sha256, bytes=rows.plain.size, rows=count
-    )
-    if sha256 != ref.sha256:
-        raise KilnError(
-            "KLN207",
-            f"{printable(rows.locator)} changed while it was read: sha256 is {sha256}, expected {ref.sha256}",
-            hint="run again when nothing writes to it",
-        )
-    return admitted, ref
+def _write_receipt(tally: Tally, out: Path, settings: AdmitConfig) -> FileRef:
+    receipt = tally.receipt(settings.invalid_row_policy)
+    if fault := next(receipt.faults(), None):
+        raise KilnError("KLN501", f"the ingestion receipt contradicts itself: {fault}")
+    written = write_file(out / RECEIPTS[tally.split], document(receipt))
+    return reference(written, out, "ingestion_receipt", schema=INGESTION_SCHEMA)
 
 
-def _require_policy(admitted: list[Admitted], settings: AdmitConfig) -> None:
+def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
     """Under ``fail`` one rejected row refuses everything; no kept row is an error under both policies."""
-    if settings.invalid_row_policy == "fail":
-        for result in admitted:
-            if result.rejected:
-                first = result.rejected[0]
-                raise KilnError(
-                    "KLN101",
-                    f"{result.split} row {first.row_index} (line {first.line}) {first.row_sha256}: {first.reason}: "
-                    f"{first.code}: {printable(first.detail)}\n{_reason_table(result)}",
-                    hint='mend the row, or set [admit] invalid_row_policy = "skip" to count such rows and go on',
-                    details={"rejected": [msgspec.to_builtins(row) for row in result.rejected[:20]]},
-                )
-    for result in admitted:
-        if not result.kept:
+    for tally in tallies:
+        if settings.invalid_row_policy == "fail" and tally.examples:
+            first = tally.examples[0]
+            raise KilnError(
+                "KLN101",
+                f"{tally.split} row {first.row_index} (line {first.line}) {first.row_sha256}: {first.reason}: "
+                f"{first.code}: {printable(first.detail)}\n{_reason_table(tally)}",
+                hint='mend the row, or set [admit] invalid_row_policy = "skip" to count such rows and go on',
+                details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
+            )
+    for tally in tallies:
+        if not tally.kept_hashes:
             raise KilnError(
                 "KLN102",
-                f"no row of {result.split} is kept\n{_reason_table(result)}",
+                f"no row of {tally.split} is kept\n{_reason_table(tally)}",
                 hint="the counts say which rule they break",
-                details={"rejected": [msgspec.to_builtins(row) for row in result.rejected[:20]]},
+                details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
             )
 
 
-def _reason_table(result: Admitted) -> str:
-    counts = result.counts()
-    reasons = counts["reasons"]
+def _reason_table(tally: Tally) -> str:
+    counts = tally.counts()
     rows: list[list[object]] = [["rows read", counts["rows_read"]], ["kept", counts["rows_kept"]]]
-    rows += [["  " + name, count] for name, count in nonzero(reasons if isinstance(reasons, dict) else {}).items()]
+    rows += [["  " + name, count] for name, count in nonzero(counts["reasons"]).items()]
     return table(rows)
-
-
-def _write(out: Path, inputs: list[RowsFile], admitted: list[Admitted], settings: AdmitConfig) -> list[FileRef]:
-    outputs = []
-    with AtomicFile(out / "admit" / "rejected.jsonl") as rejected:
-        for rows, result in zip(inputs, admitted, strict=True):
-            written = write_corpus(out / "admit" / f"{result.split}.parquet", result.kept)
-            outputs.append(reference(written, out, result.split, schema=CORPUS_SCHEMA, rows=len(result.kept)))
-            receipt = result.receipt("dataset_path", rows.locator, settings.invalid_row_policy)
-            if fault := next(receipt.faults(), None):
-                raise KilnError("KLN501", f"the ingestion receipt contradicts itself: {fault}")
-            name = "sft_ingestion.json" if result.split == "corpus" else f"{result.split}_ingestion.json"
-            written = write_file(out / "admit" / name, document(receipt))
-            outputs.append(reference(written, out, "ingestion_receipt", schema=INGESTION_SCHEMA))
-            for row in result.rejected:
-                rejected.write(canonical_json(row) + b"\n")
-    count = sum(len(result.rejected) for result in admitted)
-    return [*outputs, reference(rejected, out, "rejected_rows", rows=count)]
-
-
-def _rendering_details(
-    files: ModelFiles, choice: TemplateChoice, mode: ToolsMode, max_tokens: int | None
-) -> dict[str, Any]:
-    return {
-        "max_tokens": max_tokens,
-        "template": {"name": choice.name, "sha256": choice.sha256},
-        "tokenizer": files.file_digests(),
-        "tools": {
-            "mode": mode,
-            "prompt": TOOL_PROMPT_NAME if mode == "system" else None,
-            "prompt_sha256": tool_prompt_sha256() if mode == "system" else None,
-        },
-    }

@@ -20,7 +20,7 @@ from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt
 from kiln_cli.plugins import load_plugins
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
-from kiln_stages.admitting.admission import prepared_rows
+from kiln_stages.admitting.incoming import prepared_rows
 from kiln_stages.admitting.model_files import choose_template, load_model_files
 from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.reading.sources import json_lines

@@ -41,9 +41,10 @@ from kiln_stages.preparing.pairing import Pair, Pairing, Root
 from kiln_stages.preparing.pool import Pool
 from kiln_stages.preparing.screening import Screen
 from kiln_stages.preparing.split import SPLITS, Splits, require_disjoint, sizes, split_pool
-from kiln_stages.preparing.survey import RANGE_BYTES, OpenSource, Survey, survey
-from kiln_stages.preparing.workers import Workers, available
+from kiln_stages.preparing.survey import OpenSource, Survey, survey
+from kiln_stages.reading.ranges import RANGE_BYTES
 from kiln_stages.reading.sources import STDIN, Choice, open_rows
+from kiln_stages.workers import Workers, available
 
 
 class PrepareResult(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ def run(
     from kiln_stages.training.trainer import Trainer, require_no_later
 
     with run_lock(out, "kiln resume"):
-        inputs = read_inputs(config, out, plugins)
+        inputs = read_inputs(config, out, plugins, progress)
         if checkpoint == "latest" and (receipt := finished(inputs)) is not None:
             return TrainResult(receipt=receipt, outcome=None, unchanged=True)
         training = read_training(inputs.directory)

@@ -63,7 +63,7 @@ def run(
     from kiln_stages.training.trainer import Trainer
 
     with run_lock(out, "kiln train"):
-        inputs = read_inputs(config, out, plugins)
+        inputs = read_inputs(config, out, plugins, progress)
         if (receipt := finished(inputs)) is not None:
             return TrainResult(receipt=receipt, outcome=None, unchanged=True)
         if fresh:

@@ -31,10 +31,10 @@ from kiln_cli.records import PREPARED_SCHEMA, PreparedExample, Record
 from kiln_cli.request_form import is_request
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
-from kiln_stages.admitting.admission import chat_rows
+from kiln_stages.admitting.incoming import chat_rows
 from kiln_stages.evidence.claims import Claim, data_claims, file_claims, manifest_claims
 from kiln_stages.preparing.screening import POSITIONAL, Drop, Screen
-from kiln_stages.preparing.survey import read_text
+from kiln_stages.reading.ranges import read_text
 from kiln_stages.reading.sources import STDIN, first_object, json_lines, open_rows
 from kiln_stages.reading.transports import open_plain
 

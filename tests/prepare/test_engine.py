@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kiln_stages import prepare
 from kiln_stages.preparing.screening import Screen
-from kiln_stages.preparing.survey import OpenSource, ranges, survey
-from kiln_stages.preparing.workers import Workers
+from kiln_stages.preparing.survey import OpenSource, survey
+from kiln_stages.reading.ranges import ranges
 from kiln_stages.reading.sources import open_rows
+from kiln_stages.workers import Workers
 from prepare.conftest import (
     ABSENT,
     LINE_REASONS,
@@ -377,7 +378,7 @@ def _call_local(shared: int, item: int) -> int:
 
 PARENT = """
 import os, time
-from kiln_stages.preparing.workers import Workers
+from kiln_stages.workers import Workers
 
 def work(shared, item):
     time.sleep(0.5 if item < 2 else 1)

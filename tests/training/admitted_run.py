@@ -1,19 +1,15 @@
-"""A run directory as ``kiln admit`` leaves it, made from token ids directly."""
+"""A run directory that is prepared and admitted, around the tiny model: as many rows as a test asks for."""
 
 from __future__ import annotations
 
-import time
+import json
 from pathlib import Path
 
-from kiln_stages.admitting.corpus import CORPUS_SCHEMA, AdmittedRow, admitted_sha256, write_corpus
-from training.tiny_models import make_rows
+from kiln_stages import admit, prepare
+from tiny_model import TOOLS, write_tiny_model
 
 from kiln_cli.config import LoadedConfig, load_config
-from kiln_cli.files import write_file
-from kiln_cli.identity import corpus_sha256
-from kiln_cli.manifests import document, reference, write_manifest
-from kiln_cli.plugins import load_plugins, version
-from kiln_cli.receipts import INGESTION_SCHEMA, IngestionReceipt, StageManifest
+from kiln_cli.plugins import load_plugins
 
 CONFIG = """
 schema = "kiln.config.v1"
@@ -22,6 +18,12 @@ seed = 42
 [model]
 path = "{model}"
 id = "tiny"
+[[datasets]]
+path = "raw.jsonl"
+[data]
+n_train = {rows}
+n_validation = {held_out}
+n_test = 1
 [train]
 epochs = 3
 learning_rate = 0.01
@@ -32,11 +34,11 @@ threads = 1
 """
 
 
-def admitted_run(directory: Path, model_dir: Path, rows: int = 4, held_out: int = 2) -> tuple[LoadedConfig, Path]:
+def admitted_run(directory: Path, rows: int = 4, held_out: int = 2) -> tuple[LoadedConfig, Path]:
     """(config, run directory) with ``rows`` rows of corpus and ``held_out`` held-out rows."""
-    directory.mkdir(parents=True, exist_ok=True)
+    write_tiny_model(directory / "model")
     path = directory / "kiln.toml"
-    path.write_text(CONFIG.format(model=model_dir))
+    path.write_text(CONFIG.format(model="model", rows=rows, held_out=held_out))
     config = load_config(path)
     out = directory / "run"
     write_admitted(config, out, rows, held_out)
@@ -44,56 +46,16 @@ def admitted_run(directory: Path, model_dir: Path, rows: int = 4, held_out: int 
 
 
 def write_admitted(config: LoadedConfig, out: Path, rows: int, held_out: int) -> None:
-    splits = {"corpus": _admitted(rows, 1), "heldout": _admitted(held_out, 50)}
-    outputs = []
-    for split, kept in splits.items():
-        written = write_corpus(out / "admit" / f"{split}.parquet", kept)
-        outputs.append(reference(written, out, split, schema=CORPUS_SCHEMA, rows=len(kept)))
-        name = "sft_ingestion.json" if split == "corpus" else f"{split}_ingestion.json"
-        written = write_file(out / "admit" / name, document(_ingestion(kept)))
-        outputs.append(reference(written, out, "ingestion_receipt", schema=INGESTION_SCHEMA))
-    manifest = StageManifest(
-        stage="admit",
-        kiln_version=version(),
-        plugins=load_plugins().loaded(),
-        config_sha256=config.sha256("model", "admit"),
-        inputs=[],
-        outputs=outputs,
-        counts={},
-        details={
-            "config_sections": ["model", "admit"],
-            "admitted_sha256": {split: admitted_sha256(kept) for split, kept in splits.items()},
-            "template": {"name": "model", "sha256": "sha256:" + "e" * 64},
-            "tokenizer": {},
-        },
-    )
-    write_manifest(out, manifest, time.monotonic(), config.base_dir)
+    """Prepares and admits the first rows of an endless supply."""
+    raw = [_raw_row(number) for number in range(rows + held_out + 1)]
+    (config.base_dir / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in raw))
+    config = config.replace("data", n_train=rows, n_validation=held_out, n_test=1)
+    plugins = load_plugins()
+    prepare.run(config, out, plugins)
+    admit.run(config, out, plugins)
 
 
-def _admitted(count: int, first: int) -> list[AdmittedRow]:
-    return [
-        AdmittedRow(
-            row_index=row.row_index,
-            line=row.row_index,
-            example_id=None,
-            row_sha256=row.row_sha256,
-            input_ids=row.input_ids,
-            label_spans=row.label_spans,
-        )
-        for row in make_rows(count, first)
-    ]
-
-
-def _ingestion(kept: list[AdmittedRow]) -> IngestionReceipt:
-    hashes = [row.row_sha256 for row in kept]
-    return IngestionReceipt(
-        source="dataset_path",
-        source_locator="rows.jsonl",
-        invalid_row_policy="fail",
-        rows_read=len(kept),
-        rows_kept=len(kept),
-        rows_rejected=0,
-        kept_row_hashes=hashes,
-        rejected_rows=[],
-        kept_corpus_sha256=corpus_sha256(hashes),
-    )
+def _raw_row(number: int) -> dict[str, object]:
+    query = f"What is the weather like in city number {number} today?" + " Please." * (number % 3)
+    calls = [{"name": "get_weather", "arguments": {"city": f"city {number}"}}]
+    return {"id": number, "query": query, "tools": json.dumps(TOOLS), "answers": json.dumps(calls)}

@@ -34,8 +34,8 @@ def plugins() -> Plugins:
 
 
 @pytest.fixture(scope="module")
-def finished(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Made:
-    config, out = admitted_run(tmp_path_factory.mktemp("finished"), model_dir)
+def finished(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Made:
+    config, out = admitted_run(tmp_path_factory.mktemp("finished"))
     train.run(config, out, plugins)
     return config, out
 
@@ -49,8 +49,8 @@ def run_copy(finished: Made, tmp_path: Path) -> Made:
 
 
 @pytest.fixture
-def made(model_dir: Path, tmp_path: Path) -> Made:
-    return admitted_run(tmp_path / "made", model_dir)
+def made(tmp_path: Path) -> Made:
+    return admitted_run(tmp_path / "made")
 
 
 def test_a_training_leaves_adapter_log_checkpoints_and_receipt(finished: Made) -> None:

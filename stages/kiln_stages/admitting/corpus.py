@@ -11,15 +11,21 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kiln_cli.errors import KilnError
-from kiln_cli.files import AtomicFile, open_input
+from kiln_cli.files import FS, TEMP_PREFIX, AtomicFile, open_input, writing
 from kiln_cli.identity import Domain, canonical_json, domain_hasher, length_prefixed
 from kiln_cli.text import printable
+from kiln_stages.frames import import_polars
 
+if TYPE_CHECKING:
+    import polars as pl
+
+PART_ROWS = 1024
+GROUP_ROWS = 4096  # rows in a row group: what a reader must hold at once
 CORPUS_SCHEMA = "kiln.admitted-corpus.v1"
 COLUMNS = ("row_index", "line", "example_id", "row_sha256", "input_ids", "label_spans", "labels")
 CONTEXT_LABEL = -100  # what torch's cross entropy leaves out unless told otherwise, and so Transformers and TRL
@@ -47,15 +53,92 @@ class AdmittedRow(msgspec.Struct, frozen=True, kw_only=True):
         return labels
 
 
-def admitted_sha256(rows: Iterable[AdmittedRow]) -> str:
+class AdmittedDigest:
     """Digest of what is trained on: hash, ids and spans of each row in order."""
-    digest = domain_hasher(Domain.ADMITTED_CORPUS)
+
+    def __init__(self) -> None:
+        self._hasher = domain_hasher(Domain.ADMITTED_CORPUS)
+
+    def update(self, row: AdmittedRow) -> None:
+        self._hasher.update(length_prefixed(canonical_json([row.row_sha256, row.input_ids, row.label_spans])))
+
+    def text(self) -> str:
+        return "sha256:" + self._hasher.hexdigest()
+
+
+def admitted_sha256(rows: Iterable[AdmittedRow]) -> str:
+    """The digest of rows that are all at hand."""
+    digest = AdmittedDigest()
     for row in rows:
-        digest.update(length_prefixed(canonical_json([row.row_sha256, row.input_ids, row.label_spans])))
-    return "sha256:" + digest.hexdigest()
+        digest.update(row)
+    return digest.text()
 
 
-def write_corpus(path: Path, rows: Sequence[AdmittedRow]) -> AtomicFile:
+class CorpusWriter:
+    """Writes a corpus row by row in bounded memory. Use as a context manager; afterwards ``file`` describes it.
+
+    Every ``PART_ROWS`` rows become a part on disk; at the end the parts are joined. So the bytes depend on the rows
+    alone, and a failure leaves what was there before. Raises KilnError KLN402 where the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[AdmittedRow] = []
+        self._parts: list[Path] = []
+        self._scratch = path.parent / f"{TEMP_PREFIX}{path.stem}"  # swept, if this process is killed, by the next one
+        self.file: AtomicFile | None = None
+
+    def __enter__(self) -> CorpusWriter:
+        import_polars()
+        with writing(self._path):
+            FS.make_directory(self._scratch)
+        return self
+
+    def write(self, row: AdmittedRow) -> None:
+        self._rows.append(row)
+        if len(self._rows) == PART_ROWS:
+            self._write_part()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._write_part()
+                self.file = self._join()
+        finally:
+            with writing(self._path):
+                FS.remove_tree(self._scratch)
+
+    def _write_part(self) -> None:
+        part = self._scratch / f"{len(self._parts):08d}.arrow"
+        with writing(part):
+            _frame(self._rows).write_ipc(part)
+        self._parts.append(part)
+        self._rows = []
+
+    def _join(self) -> AtomicFile:
+        import polars as pl
+
+        joined = self._scratch / "joined.parquet"
+        with writing(joined):
+            pl.scan_ipc(self._parts).sink_parquet(
+                joined, compression="zstd", statistics=False, row_group_size=GROUP_ROWS, maintain_order=True
+            )
+        with AtomicFile(self._path) as out, open_input(joined) as stream:
+            while block := stream.read(1024 * 1024):
+                out.write(block)
+        return out
+
+
+def write_corpus(path: Path, rows: Iterable[AdmittedRow]) -> AtomicFile:
+    """Writes rows that are all at hand."""
+    with CorpusWriter(path) as writer:
+        for row in rows:
+            writer.write(row)
+    assert writer.file is not None
+    return writer.file
+
+
+def _frame(rows: Sequence[AdmittedRow]) -> pl.DataFrame:
     import polars as pl
 
     columns = {
@@ -67,11 +150,7 @@ def write_corpus(path: Path, rows: Sequence[AdmittedRow]) -> AtomicFile:
         "label_spans": [[edge for span in row.label_spans for edge in span] for row in rows],
         "labels": [row.labels() for row in rows],
     }
-    buffer = io.BytesIO()
-    pl.DataFrame(columns, schema=_schema()).write_parquet(buffer, compression="zstd", statistics=False)
-    with AtomicFile(path) as out:
-        out.write(buffer.getvalue())
-    return out
+    return pl.DataFrame(columns, schema=_schema())
 
 
 def _schema() -> dict[str, Any]:

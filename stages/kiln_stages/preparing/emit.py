@@ -14,8 +14,9 @@ from kiln_cli.records import Record
 from kiln_cli.terminal import Task
 from kiln_stages.preparing.pool import Pool
 from kiln_stages.preparing.screening import raw_sha256
-from kiln_stages.preparing.survey import VALID, OpenSource, Survey, read_text
-from kiln_stages.preparing.workers import Workers
+from kiln_stages.preparing.survey import VALID, OpenSource, Survey
+from kiln_stages.reading.ranges import read_text
+from kiln_stages.workers import Workers
 
 BATCH_ROWS = 2_000
 

@@ -6,13 +6,9 @@ processes work or where the cuts lie. What comes back are numbers and digests: r
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import io
 import os
 from array import array
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
@@ -24,16 +20,16 @@ from kiln_cli.identity import canonical_parsed
 from kiln_cli.lines import LineReader
 from kiln_cli.records import Record
 from kiln_cli.terminal import Task
+from kiln_stages.frames import import_polars
 from kiln_stages.preparing.screening import POSITIONAL, Screen, raw_sha256
-from kiln_stages.preparing.workers import Workers
+from kiln_stages.reading.ranges import RANGE_BYTES, Range, hash_stream, open_range, ranges
 from kiln_stages.reading.transports import Plain
+from kiln_stages.workers import Workers
 
 if TYPE_CHECKING:
     import polars as pl
 
-RANGE_BYTES = 4 * 1024 * 1024
 VALID = -1
-_BLOCK = 1024 * 1024
 
 
 class OpenSource(NamedTuple):
@@ -42,14 +38,6 @@ class OpenSource(NamedTuple):
     plain: Plain
     screen: Screen
     reasons: dict[str, int]
-
-
-class Range(NamedTuple):
-    """Whole lines of a source's plain file: bytes ``start`` to ``end``."""
-
-    source: int
-    start: int
-    end: int
 
 
 class Columns(msgspec.Struct):
@@ -121,9 +109,9 @@ def survey(
     sha256 = source.plain.sha256
     results = workers.map(screen_range, ranges(number, stream, size, range_bytes))
     # The workers are busy meanwhile.
-    _import_polars()
+    import_polars()
     if sha256 is None:
-        sha256 = _hash(stream, size)
+        sha256 = hash_stream(stream, size)
     for part in results:
         dropped.extend(part.dropped)
         frames.append(_frame(part, source, rows, lines))
@@ -133,25 +121,11 @@ def survey(
     return Survey(_joined(frames, source), dropped, blank + source.plain.blank, had_bom, sha256, source.plain.size)
 
 
-def ranges(source: int, stream: BinaryIO, size: int, range_bytes: int) -> list[Range]:
-    """Cuts a file at line ends, about every ``range_bytes``."""
-    cuts = [0]
-    for target in range(range_bytes, size, range_bytes):
-        if target > cuts[-1]:
-            stream.seek(target - 1)
-            while (piece := stream.readline(_BLOCK)) and not piece.endswith(b"\n"):
-                pass  # a line of gigabytes is passed over in bounded steps
-            cuts.append(stream.tell())
-    if cuts[-1] < size:
-        cuts.append(size)
-    return [Range(source, start, end) for start, end in pairwise(cuts)]
-
-
 def screen_range(sources: list[OpenSource], part: Range) -> Columns:
     """Screens the rows of one range: a pure function of its bytes."""
     source = sources[part.source]
     out = Columns()
-    lines = LineReader(_open_range(source.plain.stream.fileno(), part), start=part.start, hashed=False)
+    lines = LineReader(open_range(source.plain.stream.fileno(), part), start=part.start, hashed=False)
     elements = source.plain.elements
     for line in lines:
         if line.text != b"":
@@ -186,55 +160,6 @@ def _take(out: Columns, record: Record, source: OpenSource) -> None:
     else:
         out.reason.append(source.reasons[drop.reason])
         out.dropped.append(canonical_parsed([drop.detail, drop.pointer, raw_sha256(record)]))
-
-
-def read_text(stream: BinaryIO, offset: int, length: int) -> bytes:
-    """The bytes of a row's line again, by place; safe beside other readers of the same descriptor."""
-    return _pread(stream.fileno(), offset, length)
-
-
-def _pread(descriptor: int, offset: int, length: int) -> bytes:
-    data = os.pread(descriptor, length, offset)
-    while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
-        data += more
-    return data
-
-
-def _open_range(descriptor: int, part: Range) -> BinaryIO:
-    """A range as a stream: whole in memory, unless a line of gigabytes makes it one."""
-    length = part.end - part.start
-    if length <= 8 * RANGE_BYTES:
-        return io.BytesIO(_pread(descriptor, part.start, length))
-    return cast(BinaryIO, io.BufferedReader(_RangeReader(descriptor, part), _BLOCK))
-
-
-class _RangeReader(io.RawIOBase):
-    def __init__(self, descriptor: int, part: Range) -> None:
-        self._descriptor = descriptor
-        self._at, self._end = part.start, part.end
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: object) -> int:
-        view = memoryview(cast(bytearray, buffer))
-        data = os.pread(self._descriptor, min(len(view), self._end - self._at), self._at)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _hash(stream: BinaryIO, size: int) -> str:
-    digest = hashlib.sha256()
-    for offset in range(0, size, _BLOCK):
-        digest.update(_pread(stream.fileno(), offset, min(_BLOCK, size - offset)))
-    return digest.hexdigest()
-
-
-def _import_polars() -> None:
-    """Has polars hand memory back at once: what its allocator keeps for later use is a third of this stage's peak."""
-    os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")
-    importlib.import_module("polars")
 
 
 def _frame(columns: Columns, source: OpenSource, rows: int, lines: int) -> pl.DataFrame:

@@ -81,11 +81,11 @@ def open_plain(path: Path | None, scratch: Path) -> Iterator[Plain]:
     """
     with ExitStack() as stack:
         if path is None:
-            given = stack.enter_context(_spooled(_standard_input(), scratch))
+            given = stack.enter_context(spooled(_standard_input(), scratch))
             yield _unpack(given, "standard input", stack, scratch)
         elif path.is_dir():
             size, sha256, lines = _dataset_directory(path)
-            stream = stack.enter_context(_spooled(lines, scratch))
+            stream = stack.enter_context(spooled(lines, scratch))
             yield Plain(stream=stream, size=size, packing="datasets directory", elements=True, sha256=sha256)
         else:
             yield _unpack(stack.enter_context(open_input(path)), printable(path), stack, scratch)
@@ -99,7 +99,7 @@ def spool_records(source: Source, plain: Plain, scratch: Path) -> Iterator[Plain
     """
     lines = LineReader(plain.stream)
     places = Places(array("q"), array("q"), array("q"))
-    with _spooled(_record_lines(source, lines, places), scratch) as stream:
+    with spooled(_record_lines(source, lines, places), scratch) as stream:
         for _ in lines:
             pass  # what the reader left unread belongs to the digest too
         yield Plain(
@@ -129,13 +129,13 @@ def _unpack(given: BinaryIO, name: str, stack: ExitStack, scratch: Path) -> Plai
     packing, blocks = _packing(given, name, before.st_size)
     stream, had_bom = given, False
     if blocks is not None:
-        stream = stack.enter_context(_spooled(blocks, scratch))
+        stream = stack.enter_context(spooled(blocks, scratch))
         name = f"{name} (unpacked)"
     laid_out, lines = ("", None) if packing == "parquet" else _laid_out(stream, name)
     if lines is not None:
         had_bom = stream.read(len(BOM)) == BOM
         stream.seek(0)
-        stream = stack.enter_context(_spooled(lines, scratch))
+        stream = stack.enter_context(spooled(lines, scratch))
     sha256 = None if stream is given else _sha256(given)
     after = os.fstat(given.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -177,7 +177,7 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 @contextmanager
-def _spooled(blocks: Iterable[bytes], scratch: Path) -> Iterator[BinaryIO]:
+def spooled(blocks: Iterable[bytes], scratch: Path) -> Iterator[BinaryIO]:
     """A temporary file without a name that holds the blocks, at its start. Raises KilnError KLN402."""
     shown = scratch / "unpacked rows"
     with writing(shown):

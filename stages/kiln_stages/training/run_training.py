@@ -20,7 +20,6 @@ from kiln_cli.manifests import (
     document,
     manifest_files,
     read_document,
-    read_ingestion,
     read_manifest,
     read_receipt,
     relative_base,
@@ -36,6 +35,7 @@ from kiln_cli.receipts import (
 from kiln_cli.terminal import Progress, table
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
+from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import HeldOutLoss, StepRecord, TrainRow
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
@@ -148,23 +148,25 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
         return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{state}: {where}"
 
 
-def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins) -> Inputs:
-    """Reads what admit left, and hashes the base weights.
+def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Progress) -> Inputs:
+    """Reads what admit left, admits the rows a second time, and hashes the base weights.
 
-    Raises KilnError: KLN206 where admit has not run, KLN207 where a file or setting changed after it, KLN302 for
-    missing model files.
+    Raises KilnError: KLN206 where admit has not run, KLN207 where a file or setting changed after it or the rows give
+    another receipt, KLN302 for missing model files.
     """
     admit = read_manifest(out, "admit")
     _require_settings(config, admit, out)
+    for ref in admit.outputs:
+        if ref.kind != "rejected_rows":  # private, and no input of a training
+            require_unchanged(ref, out / ref.path, "admit_manifest.json")
+    ingestion = require_same_admission(config, out, plugins, admit, progress)
     rows = _read_rows(out, admit, "corpus")
     held_out = _read_rows(out, admit, "heldout") if _has(admit, "admit/heldout.parquet") else []
-    ingestion_path = out / "admit" / "sft_ingestion.json"
-    require_unchanged(admit.output("admit/sft_ingestion.json"), ingestion_path, "admit_manifest.json")
     return Inputs(
         config=config,
         out=out,
         admit=admit,
-        ingestion=read_ingestion(ingestion_path),
+        ingestion=ingestion,
         rows=rows,
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
@@ -276,7 +278,6 @@ def finish(trainer: Trainer, inputs: Inputs, training: Training, started: float,
 def _read_rows(out: Path, admit: StageManifest, split: str) -> list[TrainRow]:
     name = f"admit/{split}.parquet"
     path = out / name
-    require_unchanged(admit.output(name), path, "admit_manifest.json")
     rows = read_corpus(path)
     found, expected = admitted_sha256(rows), admit.details.get("admitted_sha256", {}).get(split)
     if found != expected:

@@ -1,0 +1,68 @@
+"""What rows are admitted under: a model's tokenizer, a chat template, and the settings, put together once.
+
+Everything that reads or repeats an admission (`admit`, `train`, `inspect`) builds it here, from the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from kiln_cli.config import AdmitConfig, LoadedConfig
+from kiln_cli.plugins import Plugins
+from kiln_stages.admitting.admission import Admission
+from kiln_stages.admitting.labels import LabelFinder
+from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
+from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
+from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.admitting.tokens import RowTokenizer
+
+
+class Contract(msgspec.Struct, frozen=True, kw_only=True):
+    """``prepared_mode``: how prepared examples become conversations. ``max_tokens`` is None where nothing caps it."""
+
+    settings: AdmitConfig
+    files: ModelFiles
+    choice: TemplateChoice
+    finder: LabelFinder
+    tokenizer: RowTokenizer
+    prepared_mode: ToolsMode
+    max_tokens: int | None
+
+    def admission(self, source_reasons: Iterable[str] = ()) -> Admission:
+        return Admission(self.finder, self.tokenizer, self.max_tokens, self.settings, source_reasons)
+
+    def details(self, mode: ToolsMode) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {
+            "max_tokens": self.max_tokens,
+            "template": {"name": self.choice.name, "sha256": self.choice.sha256},
+            "tokenizer": self.files.file_digests(),
+            "tools": {
+                "mode": mode,
+                "prompt": TOOL_PROMPT_NAME if mode == "system" else None,
+                "prompt_sha256": tool_prompt_sha256() if mode == "system" else None,
+            },
+        }
+
+
+def build_contract(config: LoadedConfig, plugins: Plugins, template: str | None = None) -> Contract:
+    """The contract of a config; ``template`` takes the place of the config's.
+
+    Raises KilnError: KLN302 for missing model files, KLN212/213 for a template that is unknown or cannot be used.
+    """
+    settings = config.run.admit
+    files = load_model_files(config.model_dir())
+    choice = choose_template(template or settings.template, files, plugins.templates, config.base_dir)
+    finder = LabelFinder(ChatTemplate(choice.source, choice.name, files.special_tokens, settings.date))
+    return Contract(
+        settings=settings,
+        files=files,
+        choice=choice,
+        finder=finder,
+        tokenizer=RowTokenizer(files.tokenizer_json, files.special_tokens.get("bos_token")),
+        prepared_mode=choose_mode(settings.tools, finder),
+        max_tokens=settings.max_tokens or files.positions,
+    )

@@ -1,0 +1,194 @@
+"""Which rows a run admits, and from where: the splits that prepare wrote, a file, or rows that were handed over.
+
+A file that can be read again leaves its path; rows that were handed over (``--row``, standard input, a Python call)
+are copied into the run as ``admit/rows.jsonl``. Either way :func:`open_again` finds the same rows later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kiln_cli import strict_json
+from kiln_cli.config import AdmitConfig, LoadedConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.extensions import Source
+from kiln_cli.files import open_input
+from kiln_cli.identity import canonical_json
+from kiln_cli.manifests import read_manifest, require_unchanged
+from kiln_cli.plugins import Plugins
+from kiln_cli.receipts import StageManifest
+from kiln_cli.records import Record
+from kiln_cli.registry import Registry
+from kiln_cli.text import printable
+from kiln_stages.admitting.contract import Contract
+from kiln_stages.admitting.incoming import IncomingRow, chat_rows, prepared_rows
+from kiln_stages.admitting.pipeline import RowsInput, input_reference
+from kiln_stages.reading.sources import Choice, choose_source, open_rows
+from kiln_stages.reading.transports import Plain, open_plain, spool_records, spooled
+
+KEPT_ROWS = "admit/rows.jsonl"
+# The splits that are admitted, and what they become; test.jsonl is left for evaluation.
+SPLITS = {"corpus": "data/train.jsonl", "heldout": "data/validation.jsonl"}
+
+
+class Given(msgspec.Struct, frozen=True):
+    """Rows that were handed over: texts of one JSON value each, or standard input (None)."""
+
+    texts: tuple[bytes, ...] | None
+
+
+def given_texts(texts: Iterable[str]) -> Given:
+    """Rows as JSON texts. Raises KilnError KLN204 where one is no JSON: then it is no row that could be refused."""
+    rows = []
+    for number, text in enumerate(texts, start=1):
+        row = text.encode("utf-8", "surrogateescape").strip()
+        try:
+            value = strict_json.parse(row)
+        except strict_json.JsonFault as fault:
+            raise KilnError(
+                "KLN204", f"row {number} is no JSON: {printable(fault.detail)}", hint="one JSON object a --row"
+            ) from None
+        rows.append(canonical_json(value) if b"\n" in row else row)
+    return Given(tuple(rows))
+
+
+def given_values(values: Iterable[Any]) -> Given:
+    """Rows as Python values. Raises KilnError KLN204 where one has no JSON form."""
+    rows = []
+    for number, value in enumerate(values, start=1):
+        try:
+            rows.append(canonical_json(value))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise KilnError(
+                "KLN204", f"row {number} has no JSON form: {printable(error)}", hint="rows are dicts as in JSON lines"
+            ) from None
+    return Given(tuple(rows))
+
+
+def open_inputs(
+    config: LoadedConfig, out: Path, plugins: Plugins, contract: Contract, stack: ExitStack, given: Given | None = None
+) -> list[RowsInput]:
+    """The opened inputs of an admission. ``stack`` closes them.
+
+    Raises KilnError: KLN206/207 where prepared rows are missing or changed, KLN204 for a file that cannot be read,
+    KLN212 for one that no source fits.
+    """
+    settings = config.run.admit
+    if given is not None:
+        return [_handed_over(given, settings, plugins, out, stack)]
+    if settings.file is not None:
+        path = config.resolve(settings.file)
+        plain, choice = stack.enter_context(open_rows(path, settings.source, plugins.sources, "chat", out))
+        return [_chat_input("dataset_path", settings, plain, choice.source, path=settings.file)]
+    return _prepared(out, contract, stack)
+
+
+def open_again(
+    config: LoadedConfig, out: Path, plugins: Plugins, contract: Contract, manifest: StageManifest, stack: ExitStack
+) -> list[RowsInput]:
+    """The inputs of an admission that is done, opened again: the same files, read in the same shape.
+
+    Raises KilnError as :func:`open_inputs` does, and KLN207 where a file is not what the manifest says.
+    """
+    rows = manifest.details["rows"]
+    if rows["from"] == "inline":
+        plain = stack.enter_context(open_plain(out / KEPT_ROWS, out))
+        plain = msgspec.structs.replace(plain, elements=rows["elements"])
+        source = plugins.sources.get(rows["shape"])
+        inputs = [_chat_input("inline", config.run.admit, plain, source, path=KEPT_ROWS, base="run")]
+    else:
+        if config.run.admit.file is not None:
+            config = config.replace("admit", source=rows["shape"])
+        inputs = open_inputs(config, out, plugins, contract, stack)
+    for source_of_rows, expected in zip(inputs, manifest.inputs, strict=True):
+        found = input_reference(source_of_rows, expected.rows)
+        if found.sha256 != expected.sha256:
+            raise KilnError(
+                "KLN207",
+                f"{printable(found.path)} changed after admit_manifest.json vouched for it: sha256 is {found.sha256} "
+                f"({found.bytes} bytes), expected {expected.sha256} ({expected.bytes} bytes)",
+                hint="restore the file, or run `kiln admit` again",
+            )
+    return inputs
+
+
+def rows_details(inputs: list[RowsInput]) -> dict[str, Any]:
+    """What the manifest says of the rows, enough to open them again."""
+    first = inputs[0]
+    kinds = {"inline": "inline", "dataset_path": "file"}
+    kind = "prepared" if first.ref is not None else kinds[first.receipt_source]
+    return {"from": kind, "shape": first.shape, "elements": first.plain.elements}
+
+
+def _prepared(out: Path, contract: Contract, stack: ExitStack) -> list[RowsInput]:
+    manifest = read_manifest(out, "prepare")
+    found = []
+    for split, name in SPLITS.items():
+        ref = manifest.output(name)
+        require_unchanged(ref, out / name, "data_manifest.json")
+        stream = stack.enter_context(open_input(out / name))
+        plain = Plain(stream=stream, size=ref.bytes, packing="lines", elements=False, sha256=None)
+        found.append(
+            RowsInput(
+                split=split,
+                receipt_source="dataset_path",
+                locator=name,
+                plain=plain,
+                rows=partial(prepared_rows, mode=contract.prepared_mode),
+                path=name,
+                base="run",
+                ref=ref,
+            )
+        )
+    return found
+
+
+def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Path, stack: ExitStack) -> RowsInput:
+    """Standard input may be packed and in any shape; texts are lines. Both become plain lines that can be kept."""
+    if given.texts is None:
+        plain, choice = stack.enter_context(open_rows(None, settings.source, plugins.sources, "chat", out))
+    else:
+        stream = stack.enter_context(spooled((text + b"\n" for text in given.texts), out))
+        plain = Plain(stream=stream, size=sum(len(t) + 1 for t in given.texts), packing="", elements=False, sha256=None)
+        choice = _shape(plain, settings, plugins.sources)
+        if choice.source.read is not None:
+            plain = stack.enter_context(spool_records(choice.source, plain, out))
+    plain = msgspec.structs.replace(plain, places=None)  # a row's place is the one in the copy
+    return _chat_input("inline", settings, plain, choice.source, path=KEPT_ROWS, base="run", handed_over=True)
+
+
+def _shape(plain: Plain, settings: AdmitConfig, sources: Registry[Source]) -> Choice:
+    return choose_source(plain, "the rows", settings.source, sources, "chat")
+
+
+def _chat_input(
+    receipt_source: str,
+    settings: AdmitConfig,
+    plain: Plain,
+    source: Source,
+    *,
+    path: str,
+    base: str = "config",
+    handed_over: bool = False,
+) -> RowsInput:
+    def rows(records: Iterable[Record]) -> Iterator[IncomingRow]:
+        return chat_rows(records, source, strict=settings.strict, compat=settings.compat == "kiln")
+
+    return RowsInput(
+        split="corpus",
+        receipt_source=receipt_source,
+        locator=path if receipt_source == "dataset_path" else None,
+        plain=plain,
+        rows=rows,
+        path=path,
+        base=base,
+        shape=source.name,
+        source_reasons=source.reasons,
+        handed_over=handed_over,
+    )
