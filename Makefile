@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KILN := $(BIN)/kiln
+# TRL, which kiln is measured against and whose trainer takes kiln's corpus in tests/with_trl. Never in $(VENV).
+BENCH_VENV := .bench-venv
 
 CONFIG := fixtures/demo.toml
 RAW := fixtures/downloaded/bfcl_xlam_rows.jsonl
@@ -14,7 +16,7 @@ CUT := runs/demo-resumed
 KILL_AFTER := 40
 
 .DELETE_ON_ERROR:
-.PHONY: run test check bench docs clean install fetch
+.PHONY: run test test-trl check bench docs clean install fetch
 
 run: $(RUN)/verified $(CUT)/verified
 	$(KILN) report $(RUN) --against $(CUT)
@@ -57,10 +59,20 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy fixtures/_download.py fixtures/fetch_model.py fixtures/fetch_rows.py fixtures/kill_training.py \
-	    bench/run.py bench/plain_prepare.py docs/generate.py
+	    bench/run.py bench/plain_prepare.py bench/bare_encode.py bench/trl_preparation.py docs/generate.py
 
-bench: $(VENV)/.installed fetch
-	$(BIN)/python bench/run.py
+$(BENCH_VENV)/.installed: pyproject.toml constraints.txt bench/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/pip install --quiet --constraint constraints.txt --requirement bench/requirements.txt \
+	    --editable '.[train]' pytest
+	@touch $@
+
+# The tests that need TRL; `make test` skips them.
+test-trl: $(BENCH_VENV)/.installed
+	$(BENCH_VENV)/bin/python -m pytest tests/with_trl
+
+bench: $(VENV)/.installed $(BENCH_VENV)/.installed fetch test-trl
+	$(BIN)/python bench/run.py --trl-python $(BENCH_VENV)/bin/python
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
