@@ -50,6 +50,7 @@ def command(
     row: Annotated[list[str] | None, typer.Option("--row", help="One row as JSON, instead of a file.")] = None,
     model: Annotated[Path | None, typer.Option("--model", help="The model directory.")] = None,
     source: Annotated[str | None, typer.Option("--source", help="The rows' shape; auto if left out.")] = None,
+    mapping: Annotated[list[str] | None, typer.Option("--map", help="field=path, for rows of another shape.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse fields that change nothing.")] = False,
     compat: Annotated[str | None, typer.Option("--compat", help="kiln: read rows as the public server does.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="A template by name, or a file.")] = None,
@@ -64,7 +65,8 @@ def command(
     piped = file is not None and str(file) == STDIN
     given = given_texts(row) if row else Given(None) if piped else None
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
-    options |= {"compat": compat, "file": None if piped else file, "strict": strict or None}
+    options |= {"map": _pairs(mapping) if mapping else None, "compat": compat}
+    options |= {"file": None if piped else file, "strict": strict or None}
     loaded = _config(config, model, options, assignments or [], given)
     result = run(loaded, out, load_plugins(), rows=given, workers=workers, progress=terminal)
     if json:
@@ -169,6 +171,17 @@ def _config(
     return loaded
 
 
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
+        field, equals, path = text.partition("=")
+        if not (field and equals and path) or field in pairs:
+            what = "stands twice" if field in pairs else "is not field=path"
+            raise KilnError("KLN201", f"--map {printable(text)!r} {what}", hint="for example --map user=prompt")
+        pairs[field] = path
+    return pairs
+
+
 def _from_base(path: Path, config: LoadedConfig) -> str:
     """A path of the command line as one of the config, whose paths count from its own directory."""
     if path.is_absolute() or config.base_dir == Path():
@@ -226,7 +239,8 @@ def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
             raise KilnError(
                 "KLN101",
                 f"{tally.split} row {first.row_index} (line {first.line}) {first.row_sha256}: {first.reason}: "
-                f"{first.code}: {printable(first.detail)}\n{_reason_table(tally)}",
+                f"{'' if first.code == first.reason else first.code + ': '}{printable(first.detail)}\n"
+                f"{_reason_table(tally)}",
                 hint='mend the row, or set [admit] invalid_row_policy = "skip" to count such rows and go on',
                 details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
             )

@@ -24,12 +24,12 @@ from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_cli.records import Record
-from kiln_cli.registry import Registry
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract
 from kiln_stages.admitting.incoming import IncomingRow, chat_rows, prepared_rows
 from kiln_stages.admitting.pipeline import RowsInput, input_reference
-from kiln_stages.reading.sources import Choice, choose_source, open_rows
+from kiln_stages.reading.mapping import mapped_source
+from kiln_stages.reading.sources import choose_source, open_rows
 from kiln_stages.reading.transports import Plain, open_plain, spool_records, spooled
 
 KEPT_ROWS = "admit/rows.jsonl"
@@ -84,7 +84,7 @@ def open_inputs(
         return [_handed_over(given, settings, plugins, out, stack)]
     if settings.file is not None:
         path = config.resolve(settings.file)
-        plain, choice = stack.enter_context(open_rows(path, settings.source, plugins.sources, "chat", out))
+        plain, choice = stack.enter_context(open_rows(path, _wanted(settings), plugins.sources, "chat", out))
         return [_chat_input("dataset_path", settings, plain, choice.source, path=settings.file)]
     return _prepared(out, contract, stack)
 
@@ -100,10 +100,10 @@ def open_again(
     if rows["from"] == "inline":
         plain = stack.enter_context(open_plain(out / KEPT_ROWS, out))
         plain = msgspec.structs.replace(plain, elements=rows["elements"])
-        source = plugins.sources.get(rows["shape"])
+        source = mapped_source(config.run.admit.map) if config.run.admit.map else plugins.sources.get(rows["shape"])
         inputs = [_chat_input("inline", config.run.admit, plain, source, path=KEPT_ROWS, base="run")]
     else:
-        if config.run.admit.file is not None:
+        if config.run.admit.file is not None and not config.run.admit.map:
             config = config.replace("admit", source=rows["shape"])
         inputs = open_inputs(config, out, plugins, contract, stack)
     for source_of_rows, expected in zip(inputs, manifest.inputs, strict=True):
@@ -152,19 +152,20 @@ def _prepared(out: Path, contract: Contract, stack: ExitStack) -> list[RowsInput
 def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Path, stack: ExitStack) -> RowsInput:
     """Standard input may be packed and in any shape; texts are lines. Both become plain lines that can be kept."""
     if given.texts is None:
-        plain, choice = stack.enter_context(open_rows(None, settings.source, plugins.sources, "chat", out))
+        plain, choice = stack.enter_context(open_rows(None, _wanted(settings), plugins.sources, "chat", out))
     else:
         stream = stack.enter_context(spooled((text + b"\n" for text in given.texts), out))
         plain = Plain(stream=stream, size=sum(len(t) + 1 for t in given.texts), packing="", elements=False, sha256=None)
-        choice = _shape(plain, settings, plugins.sources)
+        choice = choose_source(plain, "the rows", _wanted(settings), plugins.sources, "chat")
         if choice.source.read is not None:
             plain = stack.enter_context(spool_records(choice.source, plain, out))
     plain = msgspec.structs.replace(plain, places=None)  # a row's place is the one in the copy
     return _chat_input("inline", settings, plain, choice.source, path=KEPT_ROWS, base="run", handed_over=True)
 
 
-def _shape(plain: Plain, settings: AdmitConfig, sources: Registry[Source]) -> Choice:
-    return choose_source(plain, "the rows", settings.source, sources, "chat")
+def _wanted(settings: AdmitConfig) -> str | Source:
+    """The source of the settings: by name, or made of the map."""
+    return mapped_source(settings.map) if settings.map else settings.source
 
 
 def _chat_input(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 @contextmanager
 def open_rows(
-    path: Path | None, name: str, sources: Registry[Source], yields: Yields, scratch: Path
+    path: Path | None, name: str | Source, sources: Registry[Source], yields: Yields, scratch: Path
 ) -> Iterator[tuple[Plain, Choice]]:
     """A file's rows as a plain file of lines, and the source that understands them. Standard input for None.
 
@@ -65,11 +65,13 @@ def json_lines(lines: Iterable[Line], *, elements: bool = False) -> Iterator[Rec
             )
 
 
-def choose_source(plain: Plain, label: str, name: str, sources: Registry[Source], yields: Yields) -> Choice:
-    """The named source, or for "auto" the one that recognises the file's first row.
+def choose_source(plain: Plain, label: str, name: str | Source, sources: Registry[Source], yields: Yields) -> Choice:
+    """The named source, or for "auto" the one that recognises the first row that any does; a source is taken as it is.
 
     Raises KilnError KLN212 where the name is unknown, none fits, or several do.
     """
+    if isinstance(name, Source):
+        return Choice(name, "given")
     if name != "auto":
         source = sources.get(name)
         if source.yields != yields:
@@ -79,35 +81,52 @@ def choose_source(plain: Plain, label: str, name: str, sources: Registry[Source]
                 hint="`kiln plugins` lists the sources",
             )
         return Choice(source, "named")
-    sample = first_object(plain)
-    fitting = [
+    samples = list(sample_objects(plain))
+    for sample in samples:
+        if fitting := _fitting(sample, sources, yields):
+            if len(fitting) == 1:
+                return fitting[0]
+            found = ", ".join(f"{choice.source.name} ({choice.why})" for choice in fitting)
+            raise _no_choice(f"{label} fits several sources: {found}", sources, yields)
+    named = next(filter(None, samples), None)
+    if named is None and yields == "chat":
+        # Nothing to go by, and no row that could be kept: as conversations, each gets its own reason.
+        return Choice(sources.get("messages"), "no row has a field")
+    keys = "no row has a field" if named is None else f"a row has the keys {printable(', '.join(sorted(named)))}"
+    raise _no_choice(f"{label} fits no source: {keys}", sources, yields)
+
+
+def _fitting(sample: dict[str, object], sources: Registry[Source], yields: Yields) -> list[Choice]:
+    return [
         Choice(source, why)
         for source in sources
-        if source.yields == yields and sample is not None and (why := source.recognise(sample)) is not None
+        if source.yields == yields and (why := source.recognise(sample)) is not None
     ]
-    if len(fitting) == 1:
-        return fitting[0]
-    names = [source.name for source in sources if source.yields == yields]
-    found = ", ".join(f"{choice.source.name} ({choice.why})" for choice in fitting)
-    keys = "no row parses" if sample is None else f"its first row has the keys {printable(', '.join(sorted(sample)))}"
-    raise KilnError(
-        "KLN212",
-        f"{label} fits {'several sources: ' + found if fitting else 'no source: ' + keys}",
-        hint=f"name one of: {', '.join(names)}",
-    )
 
 
-def first_object(plain: Plain) -> dict[str, object] | None:
-    """The first line that parses to an object, among the first hundred; None where there is none."""
+def _no_choice(message: str, sources: Registry[Source], yields: Yields) -> KilnError:
+    names = ", ".join(source.name for source in sources if source.yields == yields)
+    return KilnError("KLN212", message, hint=f"name one of: {names}")
+
+
+def sample_objects(plain: Plain) -> Generator[dict[str, object], None, None]:
+    """Those of the first hundred lines that parse to an object. A broken line says nothing about the shape."""
     stream = plain.stream
     stream.seek(0)
     try:
         for line in itertools.islice(LineReader(stream), SAMPLE_LINES):
             if line.text:
                 try:
-                    return strict_json.parse_object(line.text)
+                    value = strict_json.parse(line.text)
                 except strict_json.JsonFault:
-                    continue  # a broken line says nothing about the shape; the stage itself counts it
-        return None
+                    continue  # the stage itself counts it
+                if isinstance(value, dict):
+                    yield value
     finally:
         stream.seek(0)
+
+
+def first_object(plain: Plain) -> dict[str, object] | None:
+    """The first of them; None where there is none."""
+    with closing(sample_objects(plain)) as samples:
+        return next(samples, None)
