@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kiln_stages.admitting.label_proof import Claim, prove
 from kiln_stages.admitting.labels import LabelFinder, Rendered
 from kiln_stages.admitting.rendering import ChatTemplate
-from label_rows import ROWS, THOUGHT, all_templates, says, template, user
+from label_rows import ROWS, THOUGHT, Row, all_templates, says, template, user
 from tests_support import shared_path
 
 from kiln_cli.errors import RowFault
@@ -276,12 +277,48 @@ def test_control_text_is_located_wherever_a_row_can_hold_it() -> None:
 def test_results_do_not_depend_on_earlier_rows() -> None:
     for name in all_templates():
         finder = LabelFinder(template(name))
+        remembered = dict(finder._memo)
         for row in ROWS:
             try:
                 result: Rendered | str = finder.find(*ROWS[row])
             except RowFault as fault:
                 result = fault.reason
             assert result == found(name, row), (name, row)
+        assert finder._memo == remembered
+
+
+def renders_of(monkeypatch: pytest.MonkeyPatch, name: str, row: Row) -> int:
+    finder = LabelFinder(template(name))
+    forms = []
+    render_form = ChatTemplate.render_form
+
+    def counted(*args: Any, **more: Any) -> str:
+        forms.append(args[1])
+        return render_form(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatTemplate, "render_form", counted)
+        finder.find(*row)
+    return len(forms)
+
+
+@pytest.mark.parametrize(("name", "row", "renders"), [
+    (SMOLLM2, "plain", 6),
+    (QWEN3, "plain", 6),
+    (QWEN3, "think_tags", 6),
+    ("templates/trl/qwen3_training", "plain", 5),
+    ("templates/trl/qwen2_5", "call", 7),  # a gap of its own: the arguments end in null
+])  # fmt: skip
+def test_a_usual_row_is_rendered_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, name: str, row: str, renders: int
+) -> None:
+    assert renders_of(monkeypatch, name, ROWS[row]) == renders
+
+
+@pytest.mark.parametrize("name", [SMOLLM2, QWEN3, "templates/trl/qwen2_5"])
+def test_a_long_conversation_is_rendered_twice_a_turn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    messages = [message for i in range(20) for message in (user(f"What is {i}?"), says(f"It is {i}."))]
+    assert renders_of(monkeypatch, name, (messages, None)) == 4 + 2 * 20
 
 
 def test_marks_do_not_collide_with_the_row() -> None:

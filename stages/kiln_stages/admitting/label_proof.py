@@ -205,15 +205,14 @@ class _Prefixes:
             return False
         # One newline behind the end-of-turn text is trained, further ones are not.
         closed = told[: len(told.rstrip("\n")) + 1]
-        stable = self._text.startswith(told)
-        closing = self._closing(turn, start, told) if stable and not self._single else None
+        same = end == len(closed) if self._text.startswith(told) else self._ends_as(closed, end, turn)
+        closing = None if self._single else self._closing(turn, start, end, told)
         if closing in self._closings:
-            return end == len(closed)
+            return same
         prompt = self._render(turn + 1, True)
         if prompt is None:
             return False
         if prompt.startswith(told):
-            same = end == len(closed) if stable else self._ends_as(closed, end, turn)
             shown = same and (prompt != told or self._goes_on(turn, closed))
             if shown and closing is not None:
                 self._closings.add(closing)
@@ -226,14 +225,16 @@ class _Prefixes:
         last = turn + 1 == len(self._form) and end == len(self._text)
         return last and not (before is not None and self._text.startswith(before))
 
-    def _closing(self, turn: int, start: int, told: str) -> str | None:
-        """The text behind the turn's content; None where its content is not found, or is found more than once.
+    def _closing(self, turn: int, start: int, end: int, told: str) -> str | None:
+        """What ``told`` has behind the turn's content; None where the span does not hold the content just once.
 
         A second turn of the row with the same closing needs no second look at what may follow such a closing.
         """
         known = self._last_words(turn)
-        behind = told[start:].split(known, 2) if known else ()
-        return behind[1] if len(behind) == 2 else None
+        if not known or self._text.count(known, start, end) != 1:
+            return None
+        at = told.rfind(known)
+        return told[at + len(known) :] if at >= 0 else None
 
     def _ends_as(self, closed: str, end: int, turn: int) -> bool:
         """Whether the text up to ``end`` ends as ``closed``, from the turn's last segment of content on."""

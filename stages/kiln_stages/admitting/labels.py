@@ -11,14 +11,16 @@ between two pieces is the template's own: a *gap*. Two places in gaps are wanted
 - a header ends where the generation prompt of the messages before the turn ends;
 - a turn ends where the messages up to it end, once what the generation prompt adds is taken off.
 
-A template has few distinct gaps, so each is decided once. Templates with ``{% generation %}`` blocks are not asked:
-their blocks are the spans. Nothing here knows any template. ``label_proof`` then shows, by other means, that the
-spans are right; a row for which it cannot is refused.
+A template has few distinct gaps. Those of some fixed rows are decided beforehand, any other once a row. Templates
+with ``{% generation %}`` blocks are not asked: their blocks are the spans. Nothing here knows any template.
+``label_proof`` then shows, by other means, that the spans are right; a row for which it cannot is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +32,8 @@ from kiln_stages.admitting.label_proof import Claim, prove
 from kiln_stages.admitting.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
 from kiln_stages.admitting.row_marks import TOOLS, MarkedRow, Piece, Reading
 
-MEMO_LIMIT = 4096
+# Which gap holds which edge, found so far: ("header", ...) and ("end", ...) to a number of characters.
+Memo = dict[tuple[object, ...], int]
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -47,11 +50,19 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class LabelFinder:
-    """Finds and proves the trained spans of rows under one template."""
+    """Finds and proves the trained spans of rows under one template.
+
+    A verdict depends on the template and the row alone: what is remembered comes from fixed rows, read once.
+    """
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self._memo: dict[tuple[object, ...], int] = {}
+        self._memo: Memo = {}
+        for messages, tools in _PROBES:
+            memo: Memo = {}
+            with contextlib.suppress(RowFault):  # a template need not take every shape
+                self._find(messages, tools, memo)
+                self._memo = memo | self._memo
 
     def find(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
         """The row's text and its spans.
@@ -61,14 +72,15 @@ class LabelFinder:
         render), ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
         """
         try:
-            return self._find(messages, tools)
+            return self._find(messages, tools, self._memo.copy())
         except RowFault as fault:
             if fault.reason != "mask_disagreement":
                 raise
             detail = f"{printable(self.template.name)}: {fault.detail}"
             raise RowFault(fault.reason, detail, fault.pointer) from fault
 
-    def _find(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
+    def _find(self, messages: list[Message], tools: list[Any] | None, memo: Memo) -> Rendered:
+        """As :meth:`find`; ``memo`` is used, and takes in what this row shows."""
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [i for i in spoken if messages[i].get("weight", 1) != 0]
         if not spoken:
@@ -80,77 +92,75 @@ class LabelFinder:
             raise RowFault("mask_disagreement", "the row holds U+FDD0 or U+FDD1, which mark generation blocks")
         row = MarkedRow(self.template, form, tools, text)
         try:
-            reading = row.read(row.messages)
+            reading = row.read_whole()
         except RowFault as fault:
             detail = f"the template takes the row but not a marked copy: {fault.detail}"
             raise RowFault("mask_disagreement", detail) from fault
         notes = _check_losses(row, reading, spoken[-1])
         if reading.text != text:
             raise RowFault("mask_disagreement", "marks around the row's strings change what the template prints")
-        spans, proven = self._proven(row, reading, turns, tools)
+        claim = Claim(self.template, form, tools, text, (), turns)
+        spans, proven = _proven(row, reading, claim, memo)
         return Rendered(text, spans, _content_spans(row, reading), (*notes, *proven))
 
-    def _proven(
-        self, row: MarkedRow, reading: Reading, turns: list[int], tools: list[Any] | None
-    ) -> tuple[Spans, list[str]]:
-        """The spans, and the notes of their proof."""
-        remembered = bool(self._memo)
-        try:
-            spans = self._spans(row, reading, turns)
-            return spans, prove(Claim(self.template, row.form, tools, reading.text, spans, turns))
-        except RowFault:
-            if not remembered:
-                raise
-        # What earlier rows taught must not decide whether this one is refused.
-        self._memo.clear()
-        spans = self._spans(row, reading, turns)
-        return spans, prove(Claim(self.template, row.form, tools, reading.text, spans, turns))
 
-    def _spans(self, row: MarkedRow, reading: Reading, turns: list[int]) -> Spans:
-        if self.template.has_markers:
-            return _block_spans(row, reading, turns)
-        owned: dict[int, list[int]] = {}
-        for at, piece in enumerate(reading.pieces):
-            owned.setdefault(row.marks[piece.mark].owner, []).append(at)
-        spans = []
-        for turn in turns:
-            if turn not in owned:
-                raise RowFault("mask_disagreement", f"message {turn + 1} (assistant) leaves no text to find it by")
-            start = self._header_end(row, reading, turn, owned[turn][0])
-            spans.append((start, self._turn_end(row, reading, turn, owned[turn])))
-        if any(left[1] > right[0] for left, right in pairwise(spans)):
-            raise RowFault("mask_disagreement", "two turns overlap in the rendered text")
-        return tuple(spans)
+def _proven(row: MarkedRow, reading: Reading, claim: Claim, memo: Memo) -> tuple[Spans, list[str]]:
+    """The spans of the claim's turns, and the notes of their proof."""
+    remembered = bool(memo)
+    try:
+        spans = _spans(row, reading, claim.turns, memo)
+        return spans, prove(msgspec.structs.replace(claim, spans=spans))
+    except RowFault:
+        if not remembered:
+            raise
+    # What other rows taught must not decide whether this one is refused.
+    memo.clear()
+    spans = _spans(row, reading, claim.turns, memo)
+    return spans, prove(msgspec.structs.replace(claim, spans=spans))
 
-    def _header_end(self, row: MarkedRow, reading: Reading, turn: int, first: int) -> int:
-        gap_start = reading.pieces[first - 1].end if first else 0
-        gap = reading.text[gap_start : reading.pieces[first].start]
-        key = ("header", gap, first > 0, turn > 0 and row.form[turn - 1]["role"])
-        if key not in self._memo:
-            self._remember(key, _header_length(row, reading, turn, first, gap))
-        return gap_start + self._memo[key]
 
-    def _turn_end(self, row: MarkedRow, reading: Reading, turn: int, owned: list[int]) -> int:
-        last = owned[-1]
-        until = reading.pieces[last + 1].start if last + 1 < len(reading.pieces) else len(reading.text)
-        gap = reading.text[reading.pieces[last].end : until]
-        following = row.form[turn + 1]["role"] if turn + 1 < len(row.form) else None
-        # A string printed twice, here and again in a later turn, hides which piece is the turn's last.
-        plain = len(owned) == 1 or (
-            len({reading.pieces[at].mark for at in owned}) == len(owned) and last - owned[0] + 1 == len(owned)
-        )
-        key = ("end", gap, following)
-        if plain and key in self._memo:
-            return reading.pieces[last].end + self._memo[key]
-        data_end, length = _ending(row, reading, turn)
-        if plain and data_end == reading.pieces[last].end:
-            self._remember(key, length)
-        return data_end + length
+def _spans(row: MarkedRow, reading: Reading, turns: list[int], memo: Memo) -> Spans:
+    if row.template.has_markers:
+        return _block_spans(row, reading, turns)
+    owned: dict[int, list[int]] = {}
+    for at, piece in enumerate(reading.pieces):
+        owned.setdefault(row.marks[piece.mark].owner, []).append(at)
+    spans = []
+    for turn in turns:
+        if turn not in owned:
+            raise RowFault("mask_disagreement", f"message {turn + 1} (assistant) leaves no text to find it by")
+        start = _header_end(row, reading, turn, owned[turn][0], memo)
+        spans.append((start, _turn_end(row, reading, turn, owned[turn], memo)))
+    if any(left[1] > right[0] for left, right in pairwise(spans)):
+        raise RowFault("mask_disagreement", "two turns overlap in the rendered text")
+    return tuple(spans)
 
-    def _remember(self, key: tuple[object, ...], value: int) -> None:
-        if len(self._memo) >= MEMO_LIMIT:
-            self._memo.clear()
-        self._memo[key] = value
+
+def _header_end(row: MarkedRow, reading: Reading, turn: int, first: int, memo: Memo) -> int:
+    gap_start = reading.pieces[first - 1].end if first else 0
+    gap = reading.text[gap_start : reading.pieces[first].start]
+    key = ("header", gap, first > 0, turn > 0 and row.form[turn - 1]["role"])
+    if key not in memo:
+        memo[key] = _header_length(row, reading, turn, first, gap)
+    return gap_start + memo[key]
+
+
+def _turn_end(row: MarkedRow, reading: Reading, turn: int, owned: list[int], memo: Memo) -> int:
+    last = owned[-1]
+    until = reading.pieces[last + 1].start if last + 1 < len(reading.pieces) else len(reading.text)
+    gap = reading.text[reading.pieces[last].end : until]
+    following = row.form[turn + 1]["role"] if turn + 1 < len(row.form) else None
+    # A string printed twice, here and again in a later turn, hides which piece is the turn's last.
+    plain = len(owned) == 1 or (
+        len({reading.pieces[at].mark for at in owned}) == len(owned) and last - owned[0] + 1 == len(owned)
+    )
+    key = ("end", gap, following)
+    if plain and key in memo:
+        return reading.pieces[last].end + memo[key]
+    data_end, length = _ending(row, reading, turn)
+    if plain and data_end == reading.pieces[last].end:
+        memo[key] = length
+    return data_end + length
 
 
 def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[str]:
@@ -342,3 +352,29 @@ def _shared(left: str, right: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _probe_call(content: str) -> Message:
+    function = {"name": "first_probe", "arguments": {"which": "one"}}
+    call = {"type": "function", "id": "probe0001", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _probes() -> Iterator[tuple[list[Message], list[Any] | None]]:
+    """Rows of the usual shapes, whose gaps are the gaps of most rows."""
+    system, asks = {"role": "system", "content": "Rules first."}, {"role": "user", "content": "Which one?"}
+    says = {"role": "assistant", "content": "This one."}
+    result = {"role": "tool", "content": "one is free", "tool_call_id": "probe0001"}
+    parameters = {"type": "object", "properties": {"which": {"type": "string"}}}
+    description = {"name": "first_probe", "description": "Looks at one.", "parameters": parameters}
+    tools = [{"type": "function", "function": description}]
+    for opening in ([], [system]):
+        yield [*opening, asks, says, asks, says], None
+        yield [*opening, asks, says, asks, _probe_call(""), result, says, asks, says], tools
+        yield [*opening, asks, _probe_call(""), result, says], tools
+        yield [*opening, asks, _probe_call("")], tools
+    yield [asks, {**says, "reasoning_content": "Both are free."}], None
+    yield [asks, {**says, "content": "<think>\nBoth are free.\n</think>\n\nThis one."}], None
+
+
+_PROBES = list(_probes())

@@ -78,6 +78,11 @@ class MarkedRow:
             self.tools = [self._tool(tool, f"tools[{i}]", 0) for i, tool in enumerate(tools)]
         self.messages = [self._message(message, i) for i, message in enumerate(form)]
 
+    def read_whole(self) -> Reading:
+        """The reading of all messages. Raises RowFault ``template_error``."""
+        reading = self._prefixes[len(self.messages), False, False] = self.read(self.messages)
+        return reading
+
     def read(self, messages: list[Message], prompt: bool = False, stand_in: bool = False) -> Reading:
         """Render marked messages and take the marks out. Raises RowFault ``template_error``."""
         special = {"eos_token": _STAND_IN_EOS} if stand_in else None
