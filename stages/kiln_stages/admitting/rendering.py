@@ -8,8 +8,8 @@ whether a generation prompt is wanted, and prints the conversation as one string
 - row text is data. It is passed as values and never becomes template source.
 
 ``{% generation %}`` tags print nothing in a plain render. In a marked render they print two private characters, which
-``render_marked`` takes out again and returns as spans. The limit on a render is on its output (64 MiB of characters);
-there is none on time. A render is a pure function of its arguments, so it can be moved into a child process.
+``render_marked`` takes out again and returns as spans. A render has limits on its output, its steps and its time
+(``template_limits``). It is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from types import BuiltinMethodType, NoneType
 from typing import Any
 
@@ -27,12 +28,23 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
-from jinja2.runtime import LoopContext
+from jinja2.runtime import LoopContext, Macro
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
+from kiln_stages.admitting.template_limits import (
+    GROWING_METHODS,
+    MAX_TEXT,
+    LimitedContext,
+    Limiter,
+    bounded,
+    check_format,
+    check_operator,
+    limit_environment,
+    limited_arguments,
+)
 
-MAX_OUTPUT = 64 * 1024 * 1024
+MAX_OUTPUT = MAX_TEXT
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Unicode noncharacters: no text meant for interchange holds them, and a row that does is refused.
 BLOCK_OPEN, BLOCK_CLOSE = "\ufdd0", "\ufdd1"
@@ -150,7 +162,7 @@ class ChatTemplate:
         size = 0
         try:
             # What Template.generate does, without copying the variables twice.
-            context = jinja2.runtime.Context(template.environment, variables, template.name, template.blocks)
+            context = LimitedContext(template.environment, variables, template.name, template.blocks)
             for part in template.root_render_func(context):
                 size += len(part)
                 if size > MAX_OUTPUT:
@@ -336,17 +348,42 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 return value
         return super().getattr(obj, attribute)
 
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        check_operator(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @wraps(wrapped)
+        def limited(*args: Any, **kwargs: Any) -> str:
+            check_format(value.__self__, args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return limited
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(Limiter().visit(source), *args, **kwargs)
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if type(__obj) is BuiltinMethodType and type(__obj.__self__) is str and __obj.__name__ in _PLAIN_TEXT_METHODS:
+            if __obj.__name__ in GROWING_METHODS:
+                args = limited_arguments(__obj.__self__, __obj.__name__, args, kwargs)
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
             return __obj(*args, **kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        return bounded(result) if type(__obj) is Macro else result
 
 
 def _environment(blocks: type[jinja2.ext.Extension], clock: Callable[[str], str] | None) -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[blocks, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
+    limit_environment(environment)
     environment.globals.update(raise_exception=_raise_exception, dict=_DictType(), namespace=_Namespace)
     if clock is not None:
         environment.globals["strftime_now"] = clock
