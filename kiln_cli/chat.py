@@ -80,15 +80,18 @@ def normalise(value: object) -> ChatRow:
     return ChatRow(normal, tools or None, tuple(sorted(ignored)))
 
 
-def require_structure(row: ChatRow) -> None:
-    """Raises RowFault ``empty_messages``, ``invalid_role`` or ``tool_arguments_invalid_json``, in this order."""
+def require_structure(row: ChatRow, *, arguments: bool = True) -> None:
+    """Raises RowFault ``empty_messages``, ``invalid_role`` or ``tool_arguments_invalid_json``, in this order.
+
+    ``arguments=False`` takes any text for the arguments of a call, as the public Kiln server does.
+    """
     if not row.messages:
         raise RowFault("empty_messages", "the row has no messages", "/messages")
     for index, message in enumerate(row.messages):
         if message["role"] not in ROLES:
             detail = f"message {index + 1} has role {message['role']!r}; expected one of {', '.join(ROLES)}"
             raise RowFault("invalid_role", detail, f"/messages/{index}/role")
-    for index, message in enumerate(row.messages):
+    for index, message in enumerate(row.messages if arguments else ()):
         for number, call in enumerate(message.get("tool_calls", ())):
             _require_arguments(call, f"/messages/{index}/tool_calls/{number}")
 

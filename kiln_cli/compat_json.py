@@ -32,13 +32,8 @@ def compat_row(text: bytes) -> ChatRow:
 
     ``ignored`` names every field that is dropped, also those that the extended row model would train on.
     """
-    try:
-        source = text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = text[error.start]
-        raise _fault("invalid_utf8", f"byte 0x{byte:02x}: {error.reason}", offset=error.start) from None
     ignored: set[str] = set()
-    row = _fields(_tree(source), _ROW, "", "", ignored)
+    row = _fields(_tree(_decoded(text)), _ROW, "", "", ignored)
     messages = row.get("messages", [])
     if type(messages) is not list:
         raise misfit("/messages", "an array", _sample(messages))
@@ -47,7 +42,20 @@ def compat_row(text: bytes) -> ChatRow:
     return ChatRow(normal, None, tuple(sorted(ignored)))
 
 
+def require_json(text: bytes) -> None:
+    """Raises RowFault ``invalid_json`` for a text that is no JSON by its syntax, whatever it says."""
+    _tree(_decoded(text))
+
+
 # --- syntax
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = text[error.start]
+        raise _fault("invalid_utf8", f"byte 0x{byte:02x}: {error.reason}", offset=error.start) from None
 
 
 class _Pairs(list[tuple[str, Any]]):

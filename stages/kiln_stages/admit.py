@@ -63,11 +63,11 @@ def command(
     if file is not None and row:
         raise KilnError("KLN201", "--file and --row exclude each other", hint="give the rows in one way")
     piped = file is not None and str(file) == STDIN
-    given = given_texts(row) if row else Given(None) if piped else None
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
     options |= {"map": _pairs(mapping) if mapping else None, "compat": compat}
     options |= {"file": None if piped else file, "strict": strict or None}
-    loaded = _config(config, model, options, assignments or [], given)
+    loaded = _config(config, model, options, assignments or [], handed_over=bool(row) or piped)
+    given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
     result = run(loaded, out, load_plugins(), rows=given, workers=workers, progress=terminal)
     if json:
         terminal.json_data(result.manifest)
@@ -148,11 +148,11 @@ def _lengths(lengths: list[int]) -> str:
 
 
 def _config(
-    path: Path | None, model: Path | None, options: dict[str, Any], assignments: list[str], given: Given | None
+    path: Path | None, model: Path | None, options: dict[str, Any], assignments: list[str], *, handed_over: bool
 ) -> LoadedConfig:
     """The config of the command line: a file's or an empty one, with the options laid over it."""
     file = options.pop("file")
-    if path is None and file is None and given is None:
+    if path is None and file is None and not handed_over:
         raise KilnError(
             "KLN201",
             "give a CONFIG (for the prepared rows of RUN), or rows by --file or --row",

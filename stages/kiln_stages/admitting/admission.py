@@ -90,6 +90,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._control = config.control_tokens
+        self._arguments = config.compat is None
         self.reasons = REASONS | dict.fromkeys(source_reasons, "tokenization_error")
 
     def judge(self, split: str, rows: Iterable[IncomingRow]) -> Iterator[Judged]:
@@ -116,7 +117,7 @@ class Admission:
         if incoming.row is None:
             return incoming.fault or RowFault("invalid_json", "the row is empty")
         try:
-            require_structure(incoming.row)
+            require_structure(incoming.row, arguments=self._arguments)
             return self._finder.find(incoming.row.messages, incoming.row.tools)
         except RowFault as fault:
             return fault

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from kiln_cli import strict_json
+from kiln_cli.compat_json import require_json
 from kiln_cli.config import AdmitConfig, LoadedConfig
-from kiln_cli.errors import KilnError
+from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.extensions import Source
 from kiln_cli.files import open_input
 from kiln_cli.identity import canonical_json
@@ -43,19 +44,23 @@ class Given(msgspec.Struct, frozen=True):
     texts: tuple[bytes, ...] | None
 
 
-def given_texts(texts: Iterable[str]) -> Given:
+def given_texts(texts: Iterable[str], settings: AdmitConfig) -> Given:
     """Rows as JSON texts. Raises KilnError KLN204 where one is no JSON: then it is no row that could be refused."""
-    rows = []
-    for number, text in enumerate(texts, start=1):
-        row = text.encode("utf-8", "surrogateescape").strip()
-        try:
+    return Given(tuple(_one_line(text, number, settings) for number, text in enumerate(texts, start=1)))
+
+
+def _one_line(text: str, number: int, settings: AdmitConfig) -> bytes:
+    row = text.encode("utf-8", "surrogateescape").strip()
+    try:
+        if settings.compat is None:
             value = strict_json.parse(row)
-        except strict_json.JsonFault as fault:
-            raise KilnError(
-                "KLN204", f"row {number} is no JSON: {printable(fault.detail)}", hint="one JSON object a --row"
-            ) from None
-        rows.append(canonical_json(value) if b"\n" in row else row)
-    return Given(tuple(rows))
+            return canonical_json(value) if b"\n" in row else row
+        require_json(row)
+        return row.replace(b"\n", b" ")  # in JSON a raw line end is white space
+    except (strict_json.JsonFault, RowFault) as fault:
+        raise KilnError(
+            "KLN204", f"row {number} is no JSON: {printable(fault.detail)}", hint="one JSON object a --row"
+        ) from None
 
 
 def given_values(values: Iterable[Any]) -> Given:
@@ -164,7 +169,9 @@ def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Pat
 
 
 def _wanted(settings: AdmitConfig) -> str | Source:
-    """The source of the settings: by name, or made of the map."""
+    """The source of the settings: by name, or made of the map. The public server has one, whatever it is given."""
+    if settings.compat is not None:
+        return "messages"
     return mapped_source(settings.map) if settings.map else settings.source
 
 
