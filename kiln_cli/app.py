@@ -30,6 +30,7 @@ COMMANDS = {
     "verify-receipt": "kiln_stages.verify_receipt",
     "generate": "kiln_stages.generate",
     "report": "kiln_stages.report",
+    "inspect": "kiln_stages.inspect",
     "why": "kiln_stages.why",
     "plugins": "kiln_stages.plugins",
     "explain": "kiln_stages.explain",
@@ -44,13 +45,14 @@ SUMMARIES = {
     "verify-receipt": "Check every claim of a train receipt; offline, without a GPU.",
     "generate": "Write an answer with the base model and with the adapter, one below the other.",
     "report": "Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter.",
+    "inspect": "Show a row as it is trained on: its text, which of it is trained, and its token ids.",
     "why": "Tell where a row went and why, from the raw file through every stage.",
     "plugins": "List what the loaded plugins provide: sources, templates, losses and drop reasons.",
     "explain": "Explain an error code: its cause and the remedy.",
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "inspect", "diff", "status", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema",
+    "diff", "status", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema",
     "export", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

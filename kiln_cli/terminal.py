@@ -6,6 +6,7 @@ handed. Bars are drawn on a terminal only; elsewhere progress is a plain line no
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -59,6 +60,20 @@ class Terminal:
     def data(self, text: str) -> None:
         """The command's result, on stdout."""
         sys.stdout.write(block(text) + "\n")
+        sys.stdout.flush()
+
+    @property
+    def colours(self) -> bool:
+        """Whether stdout shows colours: a terminal that is not dumb, and no NO_COLOR in the environment."""
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def styled(self, pieces: Iterable[tuple[str, str]]) -> None:
+        """As data, piece by piece: a text, and the numbers of an SGR sequence ("1;32") to show it by, "" for none."""
+        colours = self.colours
+        for style, run in itertools.groupby(pieces, key=lambda piece: piece[1]):
+            shown = block("".join(text for text, _ in run))
+            sys.stdout.write(f"\x1b[{style}m{shown}\x1b[0m" if colours and style and shown else shown)
+        sys.stdout.write("\n")
         sys.stdout.flush()
 
     def json_data(self, value: Any) -> None:

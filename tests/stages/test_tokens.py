@@ -76,6 +76,49 @@ def test_ids_are_the_tokenizers_and_labels_the_spans_text(
     assert plain.decode(result.input_ids[:first], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("shape", ["byte level", "sentencepiece", "trimmed offsets"])
+def test_a_trace_cuts_the_text_at_its_tokens(
+    tokenizer: RowTokenizer, tokenizer_json: str, finder: LabelFinder, shape: str
+) -> None:
+    """The texts of the tokens, joined, are the text; each holds what its token decodes to, where that is whole."""
+    if shape == "sentencepiece":
+        source = phi3_tokenizer_json(shared_path("data/tokenizers/llama_cpp/ggml-vocab-phi-3.gguf"))
+    else:
+        source = tokenizer_json
+    if shape == "trimmed offsets":  # no table of bytes, as for a tokenizer of another kind
+        description = json.loads(source)
+        description["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                                         "use_regex": True}  # fmt: skip
+        description["decoder"] = None
+        source = json.dumps(description)
+    traced = tokenizer if shape == "byte level" else RowTokenizer(source)
+    assert traced.has_token_bytes == (shape != "trimmed offsets")
+    decoder = tokenizers.Tokenizer.from_str(source)
+    for text in TEXTS:
+        rendered = finder.find(row(text[::-1], f"{text} two  words"))
+        ids, texts = traced.trace(rendered.text)
+        assert ids == decoder.encode(rendered.text, add_special_tokens=False).ids
+        assert "".join(texts) == rendered.text
+        if shape == "byte level":
+            for number, piece in zip(ids, texts, strict=True):
+                whole = decoder.decode([number], skip_special_tokens=False)
+                assert piece == whole or "\ufffd" in whole
+
+
+def test_a_trace_of_forged_control_tokens_is_what_is_encoded(tokenizer: RowTokenizer, finder: LabelFinder) -> None:
+    rendered = finder.find(row("<|im_end|> é", "<|im_start|>"))
+    ids, texts = tokenizer.trace(rendered.text, rendered.content_spans)
+    assert ids == encoded(tokenizer, rendered).input_ids and "".join(texts) == rendered.text
+    control = [text for number, text in zip(ids, texts, strict=True) if number in tokenizer.control_ids]
+    assert control == ["<|im_start|>", "<|im_end|>"] * 3
+    assert [rendered.text[start:end] for start, end in tokenizer.control_texts(rendered.text)] == [
+        "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_end|>", "<|im_start|>", "<|im_start|>",
+        "<|im_end|>",
+    ]  # fmt: skip
+    with pytest.raises(RowFault, match="control_token_in_content"):
+        tokenizer.trace(rendered.text, rendered.content_spans, "reject")
+
+
 def test_batches_give_what_single_rows_give(tokenizer: RowTokenizer, finder: LabelFinder) -> None:
     rows = [finder.find(row(text, text)) for text in [*TEXTS, "<|im_end|>", "gone\x04"]]
     results = tokenizer.encode_batch(rows)

@@ -84,6 +84,15 @@ class RowTokenizer:
         """Whether every id stands for a fixed run of bytes."""
         return self._bytes is not None
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        return self._control_ids
+
+    def control_texts(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` holds the text of a control token, forged or not."""
+        return [match.span() for match in self._control.finditer(text)]
+
     def encode(self, text: str, spans: Spans, content_spans: Spans = (), control: Control = "text") -> Encoded:
         """Ids and labelled tokens of ``text``.
 
@@ -106,17 +115,35 @@ class RowTokenizer:
                 out.append(fault)
         return out
 
+    def trace(self, text: str, content_spans: Spans = (), control: Control = "text") -> tuple[list[int], list[str]]:
+        """The ids of ``text`` as :meth:`encode` makes them, and the text of each; joined, the texts are ``text``.
+
+        A character that several tokens share is the first one's; white space that no token holds is the next one's.
+        Raises RowFault ``control_token_in_content``.
+        """
+        whole = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = self._placed(text, content_spans, whole, control)
+        parts = self._bytes.parts(text, ids, offsets) if self._bytes is not None else []
+        ends = _ends_by_bytes(text, parts) if b"".join(parts) == text.encode("utf-8") else _ends_by_offsets(offsets)
+        edges = [0, *ends[:-1], len(text)] if ends else []
+        return ids, [text[start:end] for start, end in pairwise(edges)]
+
     def _encoded(
         self, text: str, spans: Spans, content_spans: Spans, whole: tokenizers.Encoding, control: Control
     ) -> Encoded:
+        return self._labelled(text, spans, *self._placed(text, content_spans, whole, control))
+
+    def _placed(
+        self, text: str, content_spans: Spans, whole: tokenizers.Encoding, control: Control
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and offsets of a text in which no forged control token is one."""
         forged = self._forged(text, content_spans)
-        ids, offsets = whole.ids, whole.offsets
-        if forged:
-            if control == "reject":
-                name = printable(forged[0].group())
-                raise RowFault("control_token_in_content", f"row text holds the control token {name}")
-            ids, offsets = self._without_forged(text, forged, ids, offsets)
-        return self._labelled(text, spans, ids, offsets)
+        if not forged:
+            return whole.ids, whole.offsets
+        if control == "reject":
+            name = printable(forged[0].group())
+            raise RowFault("control_token_in_content", f"row text holds the control token {name}")
+        return self._without_forged(text, forged, whole.ids, whole.offsets)
 
     def _forged(self, text: str, content_spans: Spans) -> list[re.Match[str]]:
         """Control-token texts that row text is part of."""
@@ -224,6 +251,18 @@ def _by_bytes(text: str, spans: Spans, parts: list[bytes]) -> list[tuple[int, in
             raise _straddle(crossing, "start" if early else "end", text[start:end])
         out.append((first, last))
     return out
+
+
+def _ends_by_bytes(text: str, parts: list[bytes]) -> list[int]:
+    """Where the characters of each token end; a character is the token's that holds its first byte."""
+    if text.isascii():
+        return list(accumulate(map(len, parts)))
+    starts = list(accumulate((len(char.encode("utf-8")) for char in text), initial=0))[:-1]
+    return [bisect_left(starts, end) for end in accumulate(map(len, parts))]
+
+
+def _ends_by_offsets(offsets: list[tuple[int, int]]) -> list[int]:
+    return list(accumulate((right for _, right in offsets), max))
 
 
 def _ranges_by_offsets(spans: Spans, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:

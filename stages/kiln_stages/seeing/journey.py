@@ -326,14 +326,14 @@ def _admit_part(run: Path, admit: StageManifest, row: Offered) -> AdmitPart:
             detail=row.fault.detail,
             pointer=row.fault.pointer or None,
         )
-    tokens, supervised = trail.token_counts(run, admit, row)
+    ids, spans = trail.tokens_of(run, admit, row)
     return AdmitPart(
         outcome="kept",
         split=row.split,
         row_index=row.row_index,
         row_sha256=row.row_sha256,
-        tokens=tokens,
-        supervised_tokens=supervised,
+        tokens=len(ids),
+        supervised_tokens=sum(end - start for start, end in spans),
     )
 
 

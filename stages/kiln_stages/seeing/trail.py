@@ -106,14 +106,18 @@ def offered_rows(run: Path, admit: StageManifest) -> Iterator[Offered]:
         )
 
 
-def token_counts(run: Path, admit: StageManifest, row: Offered) -> tuple[int, int]:
-    """Tokens and supervised tokens of a kept row."""
+def tokens_of(run: Path, admit: StageManifest, row: Offered) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids and label spans of a kept row."""
     assert row.place is not None
-    import polars as pl
+    table = _narrow(run, admit, row.split).select("input_ids", "label_spans").slice(row.place, 1).collect()
+    ((ids, edges),) = table.iter_rows()
+    return ids, list(zip(edges[::2], edges[1::2], strict=True))
 
-    columns = [pl.col("input_ids").list.len(), "label_spans"]
-    ((tokens, edges),) = _narrow(run, admit, row.split).select(columns).slice(row.place, 1).collect().iter_rows()
-    return tokens, sum(edges[1::2]) - sum(edges[::2])
+
+def all_tokens(run: Path, admit: StageManifest, split: str) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    """Ids and label spans of every kept row of a split, in order."""
+    for ids, edges in _narrow(run, admit, split).select("input_ids", "label_spans").collect().iter_rows():
+        yield ids, list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Training(NamedTuple):
