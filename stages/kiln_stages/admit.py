@@ -25,7 +25,8 @@ from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
-from kiln_stages.admitting.contract import build_contract
+from kiln_stages.admitting import fingerprint
+from kiln_stages.admitting.contract import build_contract, load_terms
 from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
 from kiln_stages.admitting.inputs import Given, given_texts, given_values, open_inputs, rows_details
 from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, worker_count
@@ -93,8 +94,13 @@ def run(
     started = time.monotonic()
     rows = config.examples if rows is None else rows
     given = rows if rows is None or isinstance(rows, Given) else given_values(rows)
-    contract = build_contract(config, plugins)
+    terms = load_terms(config, plugins)
     with run_lock(out, "kiln admit"), ExitStack() as stack:
+        known = None if given is not None else fingerprint.of_inputs(config, out, plugins, terms)
+        if known is not None and (done := fingerprint.recorded(out, known)) is not None:
+            write_file(out / "config.resolved.toml", config.resolved_toml(out))
+            return AdmitResult(done, unchanged=True)
+        contract = build_contract(config, terms)
         inputs = open_inputs(config, out, plugins, contract, stack, given)
         job = Job(inputs, contract.admission(inputs[0].source_reasons))
         pool = stack.enter_context(Workers(job, worker_count(inputs, workers)))
@@ -118,6 +124,8 @@ def run(
         )
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
         unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
+        if known is not None:
+            fingerprint.record(out, known, manifest)
     return AdmitResult(manifest, unchanged)
 
 

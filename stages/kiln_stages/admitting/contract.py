@@ -6,7 +6,7 @@ Everything that reads or repeats an admission (`admit`, `train`, `inspect`) buil
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,13 @@ from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
 from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.tokens import RowTokenizer
+
+
+class Terms(NamedTuple):
+    """The texts of the contract, read and not yet compiled."""
+
+    files: ModelFiles
+    choice: TemplateChoice
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +55,19 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def build_contract(config: LoadedConfig, plugins: Plugins, template: str | None = None) -> Contract:
-    """The contract of a config; ``template`` takes the place of the config's.
+def load_terms(config: LoadedConfig, plugins: Plugins, template: str | None = None) -> Terms:
+    """Reads the files of the contract; ``template`` takes the place of the config's.
 
-    Raises KilnError: KLN302 for missing model files, KLN212/213 for a template that is unknown or cannot be used.
+    Raises KilnError: KLN302 for missing model files, KLN212 for a template that is unknown.
     """
-    settings = config.run.admit
     files = load_model_files(config.model_dir())
-    choice = choose_template(template or settings.template, files, plugins.templates, config.base_dir)
+    wanted = template or config.run.admit.template
+    return Terms(files, choose_template(wanted, files, plugins.templates, config.base_dir))
+
+
+def build_contract(config: LoadedConfig, terms: Terms) -> Contract:
+    """Makes the terms work. Raises KilnError: KLN302 for a damaged tokenizer, KLN213 for an unusable template."""
+    settings, (files, choice) = config.run.admit, terms
     finder = LabelFinder(ChatTemplate(choice.source, choice.name, files.special_tokens, settings.date))
     return Contract(
         settings=settings,

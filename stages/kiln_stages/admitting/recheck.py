@@ -17,7 +17,7 @@ from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import IngestionReceipt, StageManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
-from kiln_stages.admitting.contract import build_contract
+from kiln_stages.admitting.contract import build_contract, load_terms
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import Job, judged_parts, worker_count
 from kiln_stages.admitting.tally import Tally
@@ -34,7 +34,7 @@ def require_same_admission(
     Raises KilnError KLN207 naming the first row whose outcome is another one, and as admission does for files, models
     and templates that are missing.
     """
-    contract = build_contract(config, plugins)
+    contract = build_contract(config, load_terms(config, plugins))
     with ExitStack() as stack:
         inputs = open_again(config, out, plugins, contract, manifest, stack)
         job = Job(inputs, contract.admission(inputs[0].source_reasons))

@@ -1,0 +1,103 @@
+"""Whether an admission has been done already: a quick look at everything that it depends on, and at what it left.
+
+XXH3 is no evidence and none is made of it: a match saves the work, and training admits the rows again anyway. The
+fingerprint covers the rows, the settings, the tokenizer's files, the template, the code of kiln and of the sources, the
+versions of the libraries that decide ids or bytes, and the files that admission wrote.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import kiln_plugins
+import msgspec
+import xxhash
+
+import kiln_cli
+import kiln_stages
+from kiln_cli.config import ADMIT_SECTIONS, LoadedConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.files import open_input, read_bounded, write_file
+from kiln_cli.identity import canonical_json
+from kiln_cli.manifests import document, manifest_path, read_manifest
+from kiln_cli.plugins import Plugins
+from kiln_cli.receipts import StageManifest
+from kiln_stages.admitting.contract import Terms
+from kiln_stages.admitting.inputs import SPLITS
+from kiln_stages.admitting.model_files import TOKENIZER_FILES
+
+NAME = "admit/.fingerprint"
+_LIMIT = 64 * 1024
+_BLOCK = 1024 * 1024
+# What decides ids, text and the bytes of a corpus, beside kiln's own code.
+_LIBRARIES = ("tokenizers", "jinja2", "polars", "msgspec")
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """XXH3-128 (hex) of all that goes in, and of all that came out."""
+
+    schema: str = "kiln.fingerprint.v1"
+    inputs: str
+    outputs: str
+
+
+def of_inputs(config: LoadedConfig, out: Path, plugins: Plugins, terms: Terms) -> str | None:
+    """None where the rows are no files that can be looked at quickly (a saved data set, say)."""
+    model = terms.files.directory
+    files = [model / name for name in (*TOKENIZER_FILES, "config.json") if (model / name).is_file()]
+    if config.run.admit.file is not None:
+        rows = [config.resolve(config.run.admit.file)]
+    else:
+        rows = [manifest_path(out, "prepare"), *(out / name for name in SPLITS.values())]
+    if not all(path.is_file() for path in rows):
+        return None
+    settings = {
+        "config": config.sha256(*ADMIT_SECTIONS),
+        "plugins": plugins.loaded(),
+        "template": terms.choice.source,
+        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+    }
+    return _digest([*files, *rows, *_code(plugins)], canonical_json(settings))
+
+
+def recorded(out: Path, inputs: str) -> StageManifest | None:
+    """The manifest of an earlier admission of the same inputs, if all that it wrote is still there and the same."""
+    try:
+        found = msgspec.json.decode(read_bounded(out / NAME, _LIMIT), type=Fingerprint)
+        if found.inputs != inputs:
+            return None
+        manifest = read_manifest(out, "admit")
+        return manifest if found.outputs == _of_outputs(out, manifest) else None
+    except (KilnError, msgspec.DecodeError):
+        return None  # nothing there, or damaged: the work is done again
+
+
+def record(out: Path, inputs: str, manifest: StageManifest) -> None:
+    """Written behind the manifest, for the next time."""
+    write_file(out / NAME, document(Fingerprint(inputs=inputs, outputs=_of_outputs(out, manifest))))
+
+
+def _of_outputs(out: Path, manifest: StageManifest) -> str:
+    return _digest([manifest_path(out, "admit"), *(out / ref.path for ref in manifest.outputs)])
+
+
+def _code(plugins: Plugins) -> list[Path]:
+    """The source files of kiln and of the modules that convert rows."""
+    packages = [Path(package.__path__[0]) for package in (kiln_cli, kiln_stages, kiln_plugins)]
+    own = [path for package in packages for path in sorted(package.rglob("*.py"))]
+    modules = (sys.modules.get(getattr(source.convert, "__module__", "")) for source in plugins.sources)
+    return own + [Path(module.__file__) for module in modules if module is not None and module.__file__]
+
+
+def _digest(files: Iterable[Path], more: bytes = b"") -> str:
+    hasher = xxhash.xxh3_128(more)
+    for path in files:
+        one = xxhash.xxh3_128()
+        with open_input(path) as stream:
+            while block := stream.read(_BLOCK):
+                one.update(block)
+        hasher.update(one.digest())
+    return hasher.hexdigest()
