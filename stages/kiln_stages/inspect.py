@@ -18,7 +18,7 @@ from kiln_cli.files import write_file
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
-from kiln_stages.admitting.contract import build_contract
+from kiln_stages.admitting.contract import build_contract, load_terms
 from kiln_stages.seeing import trail
 from kiln_stages.seeing.differences import Differences, differences, differences_page
 from kiln_stages.seeing.html_page import html_page
@@ -132,7 +132,8 @@ def run_differences(
     """The rows of a split that change under another template. Raises KilnError as :func:`run` does."""
     with ExitStack() as stack:
         admitted = open_admitted(run_directory, plugins, stack)
-        return differences(admitted, build_contract(admitted.config, plugins, template), plugins, split, limit)
+        contract = build_contract(admitted.config, load_terms(admitted.config, plugins, template))
+        return differences(admitted, contract, plugins, split, limit)
 
 
 def header(shown: Inspection) -> Header:

@@ -281,7 +281,8 @@ def test_limits_change_nothing_that_a_template_prints() -> None:
         "{{ 2 ** 3 * 2 }}{{ '-' * 3 }}{{ '{:>3}'.format(s) }}{{ ['a', 1] | join('+') }}{{ ', '.join(['a', 'b']) }}"
         "{{ 'a-b'.replace('-', '+') }}{{ 'x' | center(3) }}{{ 1 + 2 }}{{ (1, 2) + (3,) }}"
         "{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}"
-        "{% macro w() %}<{{ caller() }}>{% endmacro %}{% call w() %}c{% endcall %}{{ [[1, 2], [3]] | map('sum') | list }}"
+        "{% macro w() %}<{{ caller() }}>{% endmacro %}{% call w() %}c{% endcall %}"
+        "{{ [[1, 2], [3]] | map('sum') | list }}"
     )
     ours = ChatTemplate(source, "all")
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

@@ -24,7 +24,7 @@ from kiln_cli.manifests import read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_cli.text import printable
-from kiln_stages.admitting.contract import Contract, build_contract
+from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.labels import Rendered
@@ -92,7 +92,7 @@ def open_admitted(run: Path, plugins: Plugins, stack: ExitStack) -> Admitted:
     admission does for model files and templates that are missing."""
     manifest = read_manifest(run, "admit")
     config = load_config(run / "config.resolved.toml")
-    contract = build_contract(config, plugins)
+    contract = build_contract(config, load_terms(config, plugins))
     _require_same(manifest, contract)
     inputs = open_again(config, run, plugins, contract, manifest, stack)
     return Admitted(run, config, manifest, contract, {source.split: source for source in inputs})
