@@ -139,6 +139,27 @@ def test_markers_give_the_spans_of_transformers() -> None:
             assert template.render_marked(messages, tools) == (texts[0], tuple(spans[0]))
 
 
+@pytest.mark.parametrize("body", [
+    "{% set x = m.content %}{{ x }}",  # set for the block alone
+    "{{ loop.index }}{% for c in m.content %}{{ c }}{% if loop.first %}{% continue %}{% endif %}-{% endfor %}",
+    "{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ shout(m.content) }}",
+    "{% if loop.last %}{% macro inner(t) %}<{{ t }}>{% endmacro %}{{ inner(m.content) }}{% endif %}",
+    "{% filter upper %}{{ m.content }}{% endfilter %}",
+])  # fmt: skip
+def test_a_block_prints_what_it_prints_in_transformers(body: str) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = (
+        "{% set ns = namespace(n=0) %}{% set x = 'outer' %}{% macro shout(t) %}{{ t | upper }}!{% endmacro %}"
+        "{% for m in messages %}[{% generation %}" + body + "{% endgeneration %}]{{ x }}{{ ns.n }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    texts, spans = utils.render_jinja_template([messages], chat_template=source, return_assistant_tokens_mask=True)
+    template = ChatTemplate(source, "blocks")
+    assert template.has_markers
+    assert template.render(messages) == texts[0]
+    assert template.render_marked(messages) == (texts[0], tuple(spans[0]))
+
+
 def test_a_clock_needs_a_date() -> None:
     source = "{% macro m() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ m() }}"
     with pytest.raises(KilnError, match="date") as error:

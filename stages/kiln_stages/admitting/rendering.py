@@ -89,6 +89,7 @@ class ChatTemplate:
         clock = None if date is None else _frozen_clock(date)
         try:
             environment = _environment(_PlainBlocks, clock)
+            blocks = environment.extensions[_PlainBlocks.identifier]
             tree = environment.parse(source)
             if clock is None and "strftime_now" in jinja2.meta.find_undeclared_variables(tree):
                 raise KilnError(
@@ -97,7 +98,7 @@ class ChatTemplate:
                     hint='give it a fixed one: [admit] date = "2025-01-31"',
                 )
             self._plain = environment.from_string(source)
-            self.has_markers = next(tree.find_all(nodes.ExtensionAttribute), None) is not None
+            self.has_markers = isinstance(blocks, _PlainBlocks) and blocks.found
             self._marked = _environment(_MarkedBlocks, clock).from_string(source) if self.has_markers else self._plain
         except (jinja2.TemplateError, RecursionError) as error:
             raise KilnError(
@@ -278,24 +279,24 @@ def _constants(node: nodes.Expr) -> Iterator[nodes.Const]:
 
 
 class _PlainBlocks(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` that prints its body."""
+    """``{% generation %}...{% endgeneration %}`` that prints its body. What the body sets, it sets for itself alone."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+    edges: tuple[str, ...] = ()
+    found = False  # whether the environment has parsed such a block
 
     def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        self.found = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("print_block"), [], [], body).set_lineno(line)
-
-    def print_block(self, caller: Callable[[], str]) -> str:
-        return caller()
+        edges = [nodes.Output([nodes.TemplateData(edge)]) for edge in self.edges]
+        return nodes.Scope([*edges[:1], *body, *edges[1:]]).set_lineno(line)
 
 
 class _MarkedBlocks(_PlainBlocks):
     """The same, between two private characters."""
 
-    def print_block(self, caller: Callable[[], str]) -> str:
-        return BLOCK_OPEN + caller() + BLOCK_CLOSE
+    edges = (BLOCK_OPEN, BLOCK_CLOSE)
 
 
 class _Namespace(jinja2.utils.Namespace):
