@@ -32,6 +32,7 @@ COMMANDS = {
     "report": "kiln_stages.report",
     "inspect": "kiln_stages.inspect",
     "why": "kiln_stages.why",
+    "export": "kiln_stages.export",
     "plugins": "kiln_stages.plugins",
     "explain": "kiln_stages.explain",
 }
@@ -47,13 +48,13 @@ SUMMARIES = {
     "report": "Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter.",
     "inspect": "Show a row as it is trained on: its text, which of it is trained, and its token ids.",
     "why": "Tell where a row went and why, from the raw file through every stage.",
+    "export": "Write the admitted rows as a data set directory, with a card made of the receipts.",
     "plugins": "List what the loaded plugins provide: sources, templates, losses and drop reasons.",
     "explain": "Explain an error code: its cause and the remedy.",
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "diff", "status", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema",
-    "export", "evaluate",
+    "diff", "status", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

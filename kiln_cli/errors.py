@@ -155,6 +155,12 @@ CATALOGUE: dict[str, Entry] = {
         "It is incomplete, damaged, or no exact checkpoint.",
         "Name another with --checkpoint; `ls RUN/train` lists them.",
     ),
+    "KLN216": Entry(
+        Exit.USER_INPUT,
+        "the directory holds other files",
+        "An export makes a directory of its own; this one is not empty and is not the same export.",
+        "Name another directory with --out, or move the old one away.",
+    ),
     "KLN301": Entry(
         Exit.ENVIRONMENT,
         "a package is missing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ pytest.importorskip("trl", reason="TRL is not here; `make test-trl` runs these i
 
 import datasets
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer
 from trl import SFTConfig, SFTTrainer
 
 CONTEXT = -100
@@ -140,6 +141,39 @@ def test_max_length_cuts_rows_unless_it_is_none(run: Path, corpus: Any, config: 
     assert SFTConfig.__dataclass_fields__["max_length"].default == 1024
     cut = SFTTrainer(model=model, args=config(max_length=140), train_dataset=corpus).train_dataset
     assert max(map(len, cut["input_ids"])) == 140 < max(map(len, corpus["input_ids"]))
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path) -> Path:
+    assert app.run(["--quiet", "export", str(run), "--layout", "hf", "--out", str(tmp_path / "export")]) == 0
+    return tmp_path / "export"
+
+
+def test_an_export_opens_by_its_card(exported: Path, tmp_path: Path, corpus: Any) -> None:
+    rows = datasets.load_dataset(str(exported), cache_dir=str(tmp_path / "export-cache"))
+    assert {name: len(split) for name, split in rows.items()} == {"train": 13, "validation": 4}
+    assert rows["train"].to_dict() == corpus.to_dict()
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["TRL", "Transformers"])
+def test_the_programs_of_the_card_train(
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """As they stand, but for the two paths and what a small machine needs."""
+    program = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(encoding="utf-8"), re.DOTALL)[place]
+    quick = f'output_dir="{tmp_path / "out"}", max_steps=1, use_cpu=True, bf16=False, report_to=[], save_strategy="no"'
+    for old, new in (
+        ("path/to/this/directory", str(exported)),
+        ("path/to/the/model", str(run.parent / "tiny-llama")),
+        ('output_dir="out"', quick),
+    ):
+        assert old in program
+        program = program.replace(old, new)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    told: list[Any] = []
+    monkeypatch.setattr(Trainer, "log", lambda self, logs, *_: told.append(logs))
+    exec(compile(program, f"card {place}", "exec"), {})
+    assert any(logs.get("train_loss", 0) > 0 for logs in told)
 
 
 def plain_rows() -> list[Row]:

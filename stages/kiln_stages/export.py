@@ -1,0 +1,208 @@
+"""``kiln export``: the admitted rows as a directory that others open, with a card made of the evidence.
+
+Layout ``hf`` is a data set directory of Hugging Face: ``datasets.load_dataset(DIR)`` finds the splits by the card.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kiln_cli.errors import KilnError, not_built
+from kiln_cli.files import FS, AtomicFile, hash_file, open_input, publish_directory, read_bounded, write_file, writing
+from kiln_cli.identity import sha256_hex
+from kiln_cli.manifests import (
+    DOCUMENT_LIMIT,
+    MANIFEST_NAMES,
+    read_ingestion,
+    read_manifest,
+    require_unchanged,
+)
+from kiln_cli.receipts import FileRef, StageManifest
+from kiln_cli.terminal import terminal
+from kiln_cli.text import printable
+from kiln_stages.evidence.dataset_card import Split, dataset_card, shown_locator
+
+LAYOUTS = ("hf",)
+# Splits as admit names them and as trainers do; the receipt that tells of each.
+SPLITS = (
+    ("corpus", "train", "sft_ingestion.json"),
+    ("heldout", "validation", "heldout_ingestion.json"),
+)
+BLOCK = 1024 * 1024
+
+
+class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    sha256: str
+    bytes: int
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What the directory holds. ``unchanged``: it held exactly this before."""
+
+    schema: str = "kiln.export.v1"
+    layout: str
+    directory: str
+    files: list[ExportedFile]
+    rows: dict[str, int]
+    unchanged: bool
+    absolute_locators: list[str]
+
+
+class _Content(msgspec.Struct, frozen=True):
+    """One file to be: bytes made here, or a file of the run to copy."""
+
+    file: ExportedFile
+    source: bytes | Path
+
+
+def command(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run with admitted rows.")],
+    layout: Annotated[str, typer.Option("--layout", help="hf: a data set directory of Hugging Face.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The directory to make, if not RUN/export-hf.")] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="The model with the adapter in it; not built.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Write the admitted rows as a data set directory, with a card made of the receipts."""
+    if merged:
+        raise not_built("export --merged", "`kiln report` shows how to load the adapter with PEFT")
+    exported = run(run_directory, layout, out)
+    if json:
+        terminal.json_data(exported)
+    for locator in exported.absolute_locators:
+        terminal.warn(f"the receipt in kiln/ names its rows as they were given: {printable(locator)}")
+    terminal.say(account(exported))
+
+
+def run(run_directory: Path, layout: str = "hf", out: Path | None = None) -> Exported:
+    """Makes the directory, whole or not at all.
+
+    Raises KilnError: KLN201 for a layout that there is not, KLN206 where the run has no admitted rows, KLN207 where a
+    file is not what ``admit_manifest.json`` vouches for, KLN216 where the directory holds anything else.
+    """
+    if layout not in LAYOUTS:
+        raise KilnError("KLN201", f"no such layout: {printable(layout)!r}", hint=f"there are {', '.join(LAYOUTS)}")
+    target = out if out is not None else run_directory / f"export-{layout}"
+    manifest = read_manifest(run_directory, "admit")
+    splits = _splits(run_directory, manifest)
+    contents = _contents(run_directory, manifest, splits)
+    unchanged = _holds_already(target, contents)
+    if not unchanged:
+        publish_directory(target, lambda staging: _fill(staging, contents))
+    return Exported(
+        layout=layout,
+        directory=str(target),
+        files=[content.file for content in contents],
+        rows={split.name: split.receipt.rows_kept for split in splits},
+        unchanged=unchanged,
+        absolute_locators=[
+            str(split.receipt.source_locator)
+            for split in splits
+            if split.receipt.source_locator and shown_locator(split.receipt) != split.receipt.source_locator
+        ],
+    )
+
+
+def account(exported: Exported) -> str:
+    rows = ", ".join(f"{count:,} rows of {name}" for name, count in exported.rows.items())
+    state = "unchanged" if exported.unchanged else "written"
+    where = printable(exported.directory)
+    return f"export: {rows}\n{state}: {where}\nnext: datasets.load_dataset({where!r})"
+
+
+def _splits(run_directory: Path, manifest: StageManifest) -> list[Split]:
+    """The splits that admit wrote, each file held to its digest."""
+    found = []
+    written = {ref.path for ref in manifest.outputs}
+    for admitted_as, name, receipt_name in SPLITS:
+        if f"admit/{admitted_as}.parquet" not in written and admitted_as != "corpus":
+            continue
+        refs = [manifest.output(f"admit/{admitted_as}.parquet"), manifest.output(f"admit/{receipt_name}")]
+        for ref in refs:
+            require_unchanged(ref, run_directory / ref.path, MANIFEST_NAMES["admit"])
+        receipt = read_ingestion(run_directory / "admit" / receipt_name)
+        if refs[0].rows != receipt.rows_kept:
+            raise KilnError(
+                "KLN207",
+                f"admit/{receipt_name} tells of {receipt.rows_kept} kept rows, {refs[0].path} has {refs[0].rows}",
+                hint="run `kiln admit` again",
+            )
+        found.append(Split(name, admitted_as, f"data/{name}-00000-of-00001.parquet", refs[0], receipt))
+    return found
+
+
+def _contents(run_directory: Path, manifest: StageManifest, splits: list[Split]) -> list[_Content]:
+    """Every file of the directory, by path."""
+    documents = [MANIFEST_NAMES["admit"], *(f"admit/{name}" for split, _, name in SPLITS if _has(splits, split))]
+    return [
+        _made("README.md", dataset_card(manifest, splits)),
+        *(_copied(split.path, split.file, run_directory) for split in splits),
+        *(_made(f"kiln/{Path(path).name}", read_bounded(run_directory / path, DOCUMENT_LIMIT)) for path in documents),
+    ]
+
+
+def _has(splits: list[Split], admitted_as: str) -> bool:
+    return any(split.admitted_as == admitted_as for split in splits)
+
+
+def _made(path: str, data: bytes) -> _Content:
+    return _Content(ExportedFile(path=path, sha256=sha256_hex(data), bytes=len(data)), data)
+
+
+def _copied(path: str, ref: FileRef, run_directory: Path) -> _Content:
+    return _Content(ExportedFile(path=path, sha256=ref.sha256, bytes=ref.bytes), run_directory / ref.path)
+
+
+def _holds_already(target: Path, contents: list[_Content]) -> bool:
+    """Whether the directory holds exactly this. An empty one is removed; in any other nothing is touched (KLN216)."""
+    if not target.exists() and not target.is_symlink():
+        return False
+    if not target.is_dir():
+        raise _occupied(target, "it is no directory")
+    if not target.is_symlink() and not any(target.iterdir()):
+        with writing(target):
+            FS.remove_tree(target)
+        return False
+    entries = (path for path in target.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = {path.relative_to(target).as_posix() for path in entries}
+    wanted = {content.file.path: content.file for content in contents}
+    if surplus := sorted(found - wanted.keys()):
+        raise _occupied(target, f"it holds {printable(surplus[0])}, which is not of this export")
+    if absent := sorted(wanted.keys() - found):
+        raise _occupied(target, f"it lacks {absent[0]}")
+    for path, file in wanted.items():
+        if hash_file(target / path) != (file.sha256, file.bytes):
+            raise _occupied(target, f"its {path} differs: sha256 {hash_file(target / path)[0]}, expected {file.sha256}")
+    return True
+
+
+def _occupied(target: Path, why: str) -> KilnError:
+    return KilnError(
+        "KLN216", f"{printable(target)} is no earlier export of these rows: {why}", hint="name another with --out"
+    )
+
+
+def _fill(staging: Path, contents: list[_Content]) -> None:
+    for content in contents:
+        path = staging / content.file.path
+        if isinstance(content.source, bytes):
+            write_file(path, content.source)
+        else:
+            _copy(content.source, path, content.file)
+
+
+def _copy(source: Path, path: Path, expected: ExportedFile) -> None:
+    """Copies a file and hashes what passes: it may have changed since it was checked."""
+    with open_input(source) as stream, AtomicFile(path) as out:
+        while block := stream.read(BLOCK):
+            out.write(block)
+    if (out.sha256, out.size) != (expected.sha256, expected.bytes):
+        raise KilnError(
+            "KLN207",
+            f"{printable(source)} changed while it was copied: sha256 is {out.sha256}, expected {expected.sha256}",
+            hint="run again when nothing writes to it",
+        )
