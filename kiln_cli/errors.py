@@ -65,6 +65,12 @@ CATALOGUE: dict[str, Entry] = {
         "No row of the run goes by the number, hash or id that was given.",
         "The message lists what was searched. `kiln why RUN line:N` looks a row up by its line in the raw file.",
     ),
+    "KLN107": Entry(
+        Exit.FAULTS_FOUND,
+        "no rows",
+        "The input is empty, or holds nothing but blank lines.",
+        "Check the path, and the step that was to write the file.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",

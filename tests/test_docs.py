@@ -161,15 +161,33 @@ def test_source_example_reads_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with open_rows(path, name, sources, "chat", tmp_path) as (plain, choice):
             return list(chat_rows(json_lines(LineReader(plain.stream), elements=plain.elements), choice.source))
 
-    good, bad = rows(qa.name, b'{"question":"a","answer":"b"}\n\n{"question":1,"answer":"b"}\n')
+    good, bad = rows(qa.name, b'{"ask":"a","reply":"b"}\n\n{"ask":1,"reply":"b"}\n')
     # The row of vector V1: two shapes of one conversation share an identity.
     assert good.sha256() == "sha256:c8629e6809a8733fc0af19c1a28c81b15fcc8e0a964d77eb5625e8273280ad42"
     assert isinstance(bad.fault, RowFault) and bad.fault.reason == "invalid_json"
-    assert qa.recognise({"question": "a", "answer": "b"}) and qa.recognise({"question": "a"}) is None
+    assert qa.recognise({"ask": "a", "reply": "b"}) and qa.recognise({"ask": "a"}) is None
     first, second, third = rows(tabs.name, b"a\tb\n\n\xff\tb\nc")
     assert first.sha256() == good.sha256()
     assert second.fault is not None and second.fault.reason == "invalid_json"
     assert third.row is not None and third.row.messages[1]["content"] == ""
+
+
+def test_every_finer_word_is_named() -> None:
+    from kiln_cli.chat import MISFITS
+    from kiln_cli.strict_json import JsonFault
+
+    text = section(page("docs/artifacts.md"), "Rejected rows")
+    for word in (*JsonFault.KINDS, *MISFITS):
+        assert f"`{word}`" in text, word
+
+
+def test_shapes_page_has_every_source() -> None:
+    from kiln_cli.plugins import load_plugins
+
+    sources = load_plugins().sources
+    for heading, yields in (("Conversations", "chat"), ("Function calls", "tool_calls")):
+        named = [cells[0].strip("`") for cells in table_rows(section(page("docs/shapes.md"), heading))]
+        assert sorted(named) == sorted(source.name for source in sources if source.yields == yields)
 
 
 def test_template_example_gives_labels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def run(
 ) -> AdmitResult:
     """Writes ``admit/`` and ``admit_manifest.json``. ``rows``: rows to admit in place of the config's, as values.
 
-    Raises KilnError: KLN101 for a rejected row under ``fail``, KLN102 where no row is kept, KLN206/207 where the
+    Raises KilnError: KLN101 for a rejected row under ``fail``, KLN102 where no row is kept, KLN107 where there is none,
+    KLN206/207 where the
     prepared rows are missing or changed, KLN204/212 for rows that cannot be read, KLN302 for missing model files,
     KLN213 for an unusable template.
     """
@@ -133,10 +134,16 @@ def account(result: AdmitResult, out: Path) -> str:
     """What happened to the rows, for people."""
     details = result.manifest.details
     lines = [f"admit: template {details['template']['name']}, tools as {details['tools']['mode']}"]
+    if details["rows"]["shape"] is not None:
+        lines.append(f"rows: read as {details['rows']['packing']}, in the shape {details['rows']['shape']}")
     for split, counts in result.manifest.counts.items():
         lines.append(table([[f"{split}: rows read", counts["rows_read"]], *_outcomes(counts)]))
         if lengths := counts["over_length_tokens"]:
             lines.append(f"  over_length: {_lengths(lengths)} tokens, at most {details['max_tokens']:,}")
+        if counts["byte_order_marks"]:
+            lines.append("  a byte-order mark at the start of the file is stepped over")
+        if counts["blank_lines"]:
+            lines.append(f"  blank lines: {counts['blank_lines']}, which are no rows")
         lines += [f"  ignored field {name}: {count} rows" for name, count in counts["ignored_fields"].items()]
         lines += [f"  template: {printable(note)}: {count} rows" for note, count in counts["template_notes"].items()]
     state = "unchanged" if result.unchanged else "written"
@@ -253,10 +260,14 @@ def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
                 details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
             )
     for tally in tallies:
+        if not tally.rows_read:
+            raise KilnError("KLN107", f"{printable(tally.source.path)} holds no rows", hint="every line of it is blank")
         if not tally.kept_hashes:
+            first = tally.examples[0]
             raise KilnError(
                 "KLN102",
-                f"no row of {tally.split} is kept\n{_reason_table(tally)}",
+                f"no row of {tally.split} is kept; row {first.row_index} (line {first.line}): {first.code}: "
+                f"{printable(first.detail)}\n{_reason_table(tally)}",
                 hint="the counts say which rule they break",
                 details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
             )
@@ -266,4 +277,5 @@ def _reason_table(tally: Tally) -> str:
     counts = tally.counts()
     rows: list[list[object]] = [["rows read", counts["rows_read"]], ["kept", counts["rows_kept"]]]
     rows += [["  " + name, count] for name, count in nonzero(counts["reasons"]).items()]
+    rows += [["blank lines", counts["blank_lines"]]] if counts["blank_lines"] else []
     return table(rows)

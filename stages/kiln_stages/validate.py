@@ -35,11 +35,12 @@ from kiln_stages.admitting.incoming import chat_rows
 from kiln_stages.evidence.claims import Claim, data_claims, file_claims, manifest_claims
 from kiln_stages.preparing.screening import POSITIONAL, Drop, Screen
 from kiln_stages.reading.ranges import read_text
-from kiln_stages.reading.sources import STDIN, first_object, json_lines, open_rows
+from kiln_stages.reading.sources import STDIN, has_rows, json_lines, open_rows, sample_objects
 from kiln_stages.reading.transports import open_plain
 
 Kind = Literal["raw", "sft", "prepared", "config", "manifest"]
 KINDS: tuple[Kind, ...] = ("raw", "sft", "prepared", "config", "manifest")
+EMPTY = "empty"  # what a file without rows is taken for; nothing else is
 # Reasons of policy: the row is sound, prepare will not use it.
 POLICY = ("multi_call_answer", "duplicate_query")
 ODDITIES = ("invisible_query", "null_character", "blank_tool_name")
@@ -95,10 +96,19 @@ def command(
     else:
         for report in reports:
             terminal.data("\n".join([*(finding.text() for finding in report.findings), _summary(report)]))
+    error = _verdict(reports)
+    if error is not None:
+        terminal.json = False  # the report is the one JSON object of this command
+        raise error
+
+
+def _verdict(reports: list[FileReport]) -> KilnError | None:
     faults = sum(report.faults for report in reports)
     if faults:
-        terminal.json = False  # the report is the one JSON object of this command
-        raise KilnError("KLN105", f"{faults} faults in {len(reports)} files")
+        return KilnError("KLN105", f"{faults} faults in {len(reports)} files")
+    if all(report.kind == EMPTY for report in reports):
+        return KilnError("KLN107", f"none of {len(reports)} files holds a row", hint="every line of them is blank")
+    return None
 
 
 def run(
@@ -127,7 +137,7 @@ def _report(path: Path, plugins: Plugins, kind: str | None, source: str, max_fau
         taken, why, findings = "run", "a directory", _run_directory(path)
     else:
         taken, why = (kind, "given") if kind is not None else _recognise(path, plugins)
-        findings = _FINDERS[taken](path, plugins, source)
+        findings = iter(()) if taken == EMPTY else _FINDERS[taken](path, plugins, source)
     shown: list[Finding] = []
     rows = faults = notes = 0
     room = {False: max_faults, True: max_faults}  # notes never crowd out faults
@@ -158,13 +168,27 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
         if document.get("receipt_type") == RECEIPT_TYPE:
             raise not_built("validate for train receipts", "use `kiln verify-receipt`")
     with TemporaryDirectory() as scratch, open_plain(path, Path(scratch)) as plain:
-        sample = first_object(plain)
-    if sample is not None and sample.get("schema_version") == PREPARED_SCHEMA:
-        return "prepared", f"schema_version is {PREPARED_SCHEMA}"
-    for source in plugins.sources:
-        if sample is not None and (why := source.recognise(sample)) is not None:
-            return ("raw" if source.yields == "tool_calls" else "sft"), f"{source.name}: {why}"
+        samples = list(sample_objects(plain))
+        if not samples and not has_rows(plain):
+            return EMPTY, "every line of it is blank"
+    for sample in samples:
+        if sample.get("schema_version") == PREPARED_SCHEMA:
+            return "prepared", f"schema_version is {PREPARED_SCHEMA}"
+        if (fitting := _rows_kind(sample, plugins)) is not None:
+            return fitting
     raise KilnError("KLN212", f"{printable(path)} fits no kind", hint=f"name one with --kind: {', '.join(KINDS)}")
+
+
+def _rows_kind(sample: dict[str, Any], plugins: Plugins) -> tuple[str, str] | None:
+    """Which kind of rows a row is of, and why. A conversation with tools may be both; it is taken for chat rows."""
+    fitting = [(source, why) for source in plugins.sources if (why := source.recognise(sample)) is not None]
+    chat = [(source, why) for source, why in fitting if source.yields == "chat"]
+    if not fitting:
+        return None
+    source, why = (chat or fitting)[0]
+    raw = [other.name for other, _ in fitting if other.yields == "tool_calls"]
+    also = f"; prepare reads it as {raw[0]}: --kind raw" if chat and raw else ""
+    return ("sft" if chat else "raw"), f"{source.name}: {why}{also}"
 
 
 def _whole_document(path: Path) -> dict[str, Any] | None:

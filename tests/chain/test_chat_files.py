@@ -140,6 +140,16 @@ def test_each_row_is_kept_or_refused_for_its_reason(
     assert found == refused
 
 
+def test_validate_knows_them_all(kiln: Kiln) -> None:
+    done = kiln("validate", *(shared_path(f"data/chat/{name}") for name in FILES))
+    assert done.code == 0, done.err
+    for line, (name, file) in zip(done.out.splitlines(), FILES.items(), strict=True):
+        assert f"/{name}: sft ({file.source}: " in line
+        assert line.endswith(f": {file.rows} rows, 0 faults, 0 notes")
+        # A conversation with tools is what prepare reads, too; then the other kind is named.
+        assert ("--kind raw" in line) == (name in OF_TOOLS)
+
+
 def counts_of(text: str) -> dict[str, int]:
     """The table below an error: names and numbers."""
     return {name: int(number) for name, number in re.findall(r"^ *(\w[\w ]*?) {2,}(\d+)$", text, re.MULTILINE)}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kiln_plugins.chat_sources import CONTENT_PARTS, MESSAGES, OASST, SHAREGPT
 from kiln_plugins.instruction_sources import ALPACA, PREPARED, QUESTION_ANSWER, SELF_INSTRUCT
 from kiln_stages.admitting.prepared_rows import to_chat_row
-from kiln_stages.reading.sources import first_object
+from kiln_stages.reading.sources import sample_objects
 from kiln_stages.reading.transports import open_plain
 from tests_support import shared_path
 
@@ -584,8 +584,7 @@ def test_sources_of_prepare_are_as_before(folder: str, name: str | None, plugins
     of_prepare["reason_tool_content_parts.jsonl"] = "openai_tools"
     for path in sorted(shared_path(f"data/{folder}").glob("*.json*")):
         with open_plain(path, tmp_path) as plain:
-            sample = first_object(plain)
-        assert sample is not None, path.name
+            sample, *_ = sample_objects(plain)
         expected = name or of_prepare.get(path.name)
         assert recognised(plugins, sample, "tool_calls") == ([expected] if expected else []), path.name
         assert bool(recognised(plugins, sample)) == (folder == "chat")

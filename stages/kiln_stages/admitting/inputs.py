@@ -128,7 +128,7 @@ def rows_details(inputs: list[RowsInput]) -> dict[str, Any]:
     first = inputs[0]
     kinds = {"inline": "inline", "dataset_path": "file"}
     kind = "prepared" if first.ref is not None else kinds[first.receipt_source]
-    return {"from": kind, "shape": first.shape, "elements": first.plain.elements}
+    return {"from": kind, "shape": first.shape, "packing": first.plain.packing, "elements": first.plain.elements}
 
 
 def _prepared(out: Path, contract: Contract, stack: ExitStack) -> list[RowsInput]:
@@ -160,7 +160,9 @@ def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Pat
         plain, choice = stack.enter_context(open_rows(None, _wanted(settings), plugins.sources, "chat", out))
     else:
         stream = stack.enter_context(spooled((text + b"\n" for text in given.texts), out))
-        plain = Plain(stream=stream, size=sum(len(t) + 1 for t in given.texts), packing="", elements=False, sha256=None)
+        plain = Plain(
+            stream=stream, size=sum(len(t) + 1 for t in given.texts), packing="lines", elements=False, sha256=None
+        )
         choice = choose_source(plain, "the rows", _wanted(settings), plugins.sources, "chat")
         if choice.source.read is not None:
             plain = stack.enter_context(spool_records(choice.source, plain, out))

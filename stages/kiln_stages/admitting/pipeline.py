@@ -62,6 +62,8 @@ class Part(msgspec.Struct):
 
     rows: int = 0
     lines: int = 0
+    blank: int = 0
+    byte_order_marks: int = 0
     kept: list[AdmittedRow] = []
     rejected: list[RejectedDetail] = []
     ignored: dict[str, int] = {}
@@ -112,6 +114,7 @@ def judge_range(job: Job, piece: Range) -> bytes:
             for name in names:
                 counts[name] = counts.get(name, 0) + 1
     part.rows, part.lines = len(part.kept) + len(part.rejected), lines.lines
+    part.blank, part.byte_order_marks = lines.blank, int(lines.had_bom)
     return _encode_part(part)
 
 

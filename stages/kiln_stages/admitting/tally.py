@@ -30,6 +30,9 @@ class Tally:
         self._over_length: list[int] = []
         self._digest = AdmittedDigest()
         self._tokens = self._supervised = self._longest = 0
+        # What the plain file no longer shows, and what its pieces will.
+        self._blank = source.plain.blank
+        self._byte_order_marks = int(source.plain.had_bom)
 
     @property
     def split(self) -> str:
@@ -54,6 +57,8 @@ class Tally:
             if detail.tokens is not None:
                 self._over_length.append(detail.tokens)
         self.examples += part.rejected[: EXAMPLES - len(self.examples)]
+        self._blank += part.blank
+        self._byte_order_marks += part.byte_order_marks
         self._ignored.update(part.ignored)
         self._notes.update(part.notes)
 
@@ -71,6 +76,8 @@ class Tally:
             "supervised_tokens": self._supervised,
             "longest_row": self._longest,
             "over_length_tokens": self._over_length,
+            "blank_lines": self._blank,
+            "byte_order_marks": self._byte_order_marks,
             "ignored_fields": dict(sorted(self._ignored.items())),
             "template_notes": dict(sorted(self._notes.items())),
         }

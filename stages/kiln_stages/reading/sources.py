@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +68,7 @@ def json_lines(lines: Iterable[Line], *, elements: bool = False) -> Iterator[Rec
 def choose_source(plain: Plain, label: str, name: str | Source, sources: Registry[Source], yields: Yields) -> Choice:
     """The named source, or for "auto" the one that recognises the first row that any does; a source is taken as it is.
 
-    Raises KilnError KLN212 where the name is unknown, none fits, or several do.
+    Raises KilnError KLN212 where the name is unknown, none fits, or several do, KLN107 for "auto" and no rows.
     """
     if isinstance(name, Source):
         return Choice(name, "given")
@@ -89,6 +89,8 @@ def choose_source(plain: Plain, label: str, name: str | Source, sources: Registr
             found = ", ".join(f"{choice.source.name} ({choice.why})" for choice in fitting)
             raise _no_choice(f"{label} fits several sources: {found}", sources, yields)
     named = next(filter(None, samples), None)
+    if named is None and not has_rows(plain):
+        raise KilnError("KLN107", f"{label} holds no rows", hint="every line of it is blank")
     if named is None and yields == "chat":
         # Nothing to go by, and no row that could be kept: as conversations, each gets its own reason.
         return Choice(sources.get("messages"), "no row has a field")
@@ -109,7 +111,17 @@ def _no_choice(message: str, sources: Registry[Source], yields: Yields) -> KilnE
     return KilnError("KLN212", message, hint=f"name one of: {names}")
 
 
-def sample_objects(plain: Plain) -> Generator[dict[str, object], None, None]:
+def has_rows(plain: Plain) -> bool:
+    """Whether any line is not blank."""
+    stream = plain.stream
+    stream.seek(0)
+    try:
+        return any(line.text != b"" for line in LineReader(stream, hashed=False))
+    finally:
+        stream.seek(0)
+
+
+def sample_objects(plain: Plain) -> Iterator[dict[str, object]]:
     """Those of the first hundred lines that parse to an object. A broken line says nothing about the shape."""
     stream = plain.stream
     stream.seek(0)
@@ -124,9 +136,3 @@ def sample_objects(plain: Plain) -> Generator[dict[str, object], None, None]:
                     yield value
     finally:
         stream.seek(0)
-
-
-def first_object(plain: Plain) -> dict[str, object] | None:
-    """The first of them; None where there is none."""
-    with closing(sample_objects(plain)) as samples:
-        return next(samples, None)
