@@ -72,7 +72,14 @@ def test_kinds_are_recognised(here: Path, plugins: Plugins) -> None:
     assert one(plugins, "rows.jsonl", kind="raw").why == "given"
 
 
-@pytest.mark.parametrize("data", [b"", b"\n", b"nonsense\n", b'{"a":1}\n', b"[]\n"])
+@pytest.mark.parametrize("data", [b"", b"\n", b" \t\r\n\n", b"[]\n", gzip.compress(b"")])
+def test_files_without_rows(here: Path, plugins: Plugins, data: bytes) -> None:
+    (here / "odd").write_bytes(data)
+    report = one(plugins, "odd")
+    assert (report.kind, report.rows, report.faults, report.findings) == ("empty", 0, 0, [])
+
+
+@pytest.mark.parametrize("data", [b"nonsense\n", b'{"a":1}\n', b"7\n[]\n"])
 def test_files_of_no_kind(here: Path, plugins: Plugins, data: bytes) -> None:
     (here / "odd").write_bytes(data)
     with pytest.raises(KilnError) as caught:
