@@ -19,7 +19,7 @@ from kiln_cli import strict_json
 from kiln_cli.chat import MISFITS, ChatRow, normalise, raw_row_sha256, require_structure
 from kiln_cli.compat_json import compat_row
 from kiln_cli.errors import RowFault
-from kiln_cli.identity import canonical_json, corpus_sha256
+from kiln_cli.identity import canonical_json, canonical_parsed, corpus_sha256
 from kiln_cli.lines import TRIMMED, LineReader
 
 V1_TEXT = '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}'
@@ -415,7 +415,18 @@ def test_invalid_utf8_fails(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, offset", [("{} x", 2), ("{}{}", 2), ("{},", 2), ('{"messages":[]} null', 15), ("[] ]", 2), ('{"é":1}x', 8)]
+    "text, offset",
+    [
+        ("{} x", 2),
+        ("{}{}", 2),
+        ("{},", 2),
+        ('{"messages":[]} null', 15),
+        ("[] ]", 2),
+        ("{}\x0b", 2),
+        ("{}\xa0", 2),
+        ("[]\u2028", 2),
+        ('{"é":1}x', 8),
+    ],
 )
 def test_text_behind_the_row_fails(text: str, offset: int) -> None:
     found = fault(text)
@@ -520,7 +531,7 @@ def test_integers_of_64_bits_stay_integers(text: str, value: int) -> None:
 def test_other_numbers_become_doubles(text: str, printed: str) -> None:
     found = number(text)
     assert isinstance(found, float)
-    assert canonical_json(found).decode() == printed
+    assert canonical_json(found).decode() == canonical_parsed(found).decode() == printed
 
 
 def test_decimals_are_not_rounded_correctly() -> None:
