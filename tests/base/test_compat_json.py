@@ -671,3 +671,17 @@ def test_rows_of_the_five_fields_read_alike(messages: list[dict[str, Any]], esca
     assert compat.canonical() == strict.canonical()
     assert compat.sha256() == strict.sha256()
     assert compat.ignored == strict.ignored
+
+
+@pytest.mark.parametrize("name", ["gsm8k_messages.jsonl", "openai_toy_chat.jsonl", "openai_drone_tools.jsonl"])
+def test_real_rows_read_alike_but_for_what_is_dropped(name: str) -> None:
+    """Rows of the five fields have one hash; a row with tools has the hash of the same row without them."""
+    lines = shared_path(f"data/chat/{name}").read_bytes().split(b"\n")
+    rows = [line for line in lines if line.strip()]
+    assert rows
+    for line in rows:
+        strict, compat = normalise(strict_json.parse(line)), compat_row(line)
+        assert not compat.extended
+        assert compat.sha256() == ChatRow(strict.messages).sha256()
+        assert ("tools" in compat.ignored) == bool(strict.tools)
+        assert (compat.sha256() == strict.sha256()) == (not strict.extended)
