@@ -32,6 +32,7 @@ from kiln_stages.admitting.inputs import Given, given_texts, given_values, open_
 from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, worker_count
 from kiln_stages.admitting.recheck import RECEIPTS
 from kiln_stages.admitting.tally import Tally
+from kiln_stages.reading.mapping import parse_map
 from kiln_stages.reading.ranges import copy_stream
 from kiln_stages.reading.sources import STDIN
 from kiln_stages.workers import Workers
@@ -65,7 +66,7 @@ def command(
         raise KilnError("KLN201", "--file and --row exclude each other", hint="give the rows in one way")
     piped = file is not None and str(file) == STDIN
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
-    options |= {"map": _pairs(mapping) if mapping else None, "compat": compat}
+    options |= {"map": parse_map(mapping) if mapping else None, "compat": compat}
     options |= {"file": None if piped else file, "strict": strict or None}
     loaded = _config(config, model, options, assignments or [], handed_over=bool(row) or piped)
     given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
@@ -184,17 +185,6 @@ def _config(
     if model is not None:
         loaded = loaded.replace("model", path=_from_base(model, loaded))
     return loaded
-
-
-def _pairs(texts: list[str]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for text in texts:
-        field, equals, path = text.partition("=")
-        if not (field and equals and path) or field in pairs:
-            what = "stands twice" if field in pairs else "is not field=path"
-            raise KilnError("KLN201", f"--map {printable(text)!r} {what}", hint="for example --map user=prompt")
-        pairs[field] = path
-    return pairs
 
 
 def _from_base(path: Path, config: LoadedConfig) -> str:

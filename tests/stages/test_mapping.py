@@ -90,7 +90,12 @@ def test_what_is_no_map(pairs: dict[str, str], part: str) -> None:
 
 def test_pairs_of_a_command_line() -> None:
     assert parse_map(["user=/prompt", "assistant=a=b"]) == {"user": "/prompt", "assistant": "a=b"}
-    for items, part in ((["user"], "'user' is no field=path"), (["user=a", "user=b"], "mapped twice, to 'a' and 'b'")):
+    for items, part in (
+        (["user"], "'user' is no field=path"),
+        (["user="], "'user=' is no field=path"),
+        (["=a"], "'=a' is no field=path"),
+        (["user=a", "user=b"], "mapped twice, to 'a' and 'b'"),
+    ):
         with pytest.raises(KilnError) as caught:
             parse_map(items)
         assert caught.value.code == "KLN201"

@@ -27,11 +27,11 @@ Path = tuple[str, ...]
 
 
 def parse_map(items: Iterable[str]) -> dict[str, str]:
-    """``field=path`` texts as pairs. Raises KilnError KLN201 for a text without a sign or a field named twice."""
+    """``field=path`` texts as pairs. Raises KilnError KLN201 for a text without one of the three, or a field twice."""
     pairs: dict[str, str] = {}
     for item in items:
         target, sign, path = item.partition("=")
-        if not sign:
+        if not (target and sign and path):
             raise _usage(f"{printable(item)!r} is no field=path")
         if target in pairs:
             raise _usage(

@@ -104,7 +104,7 @@ def outcome_of(contract: Contract, incoming: IncomingRow) -> Outcome:
         return Outcome(fault=incoming.fault or RowFault("invalid_json", "the row is empty"))
     messages, tools = incoming.row.messages, incoming.row.tools
     try:
-        require_structure(incoming.row)
+        require_structure(incoming.row, arguments=contract.settings.compat is None)
         rendered = contract.finder.find(messages, tools)
     except RowFault as fault:
         return _unlabelled(contract, messages, tools, fault)
