@@ -132,6 +132,8 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
             yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
         if self.compat is not None and (self.map or self.source not in ("auto", "messages")):
             yield CrossFault(("compat", "map", "source"), "compat reads rows of messages alone")
+        if self.compat is not None and self.tools == "native":
+            yield CrossFault(("compat", "tools"), "compat has no field for tools; leave out tools = 'native'")
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):

@@ -259,6 +259,20 @@ def test_compat_takes_arguments_that_are_no_json(
     assert [reason for _, reason in outcomes(receipt)] == [None, None]
 
 
+def test_prepared_rows_under_compat(project: Path, kiln: Kiln, template: Path) -> None:
+    """The template would render tools natively; the server's rows have no field for them."""
+    config, run = project / "kiln.toml", project / "run"
+    assert kiln("prepare", config, "--out", run).code == 0
+    modes = []
+    for options in ((), ("--compat", "kiln")):
+        done = kiln("admit", config, "--out", run, "--template", template, "--set", "admit.max_tokens=999", *options)
+        assert done.code == 0, done.err
+        modes.append(json.loads((run / "admit_manifest.json").read_bytes())["details"]["tools"]["mode"])
+    assert modes == ["native", "system"]
+    done = kiln("admit", config, "--out", run, "--compat", "kiln", "--set", "admit.tools=native")
+    assert (done.code, "compat has no field for tools" in done.err) == (2, True)
+
+
 @pytest.mark.parametrize("text", ['{"id":1,"id":2,' + V1_TEXT[1:], '[[\n["user","a"],["assistant","b"]]]', V1_TEXT])
 def test_a_row_of_the_command_line_under_compat(tmp_path: Path, tiny_model: Path, kiln: Kiln, text: str) -> None:
     run = tmp_path / "run"

@@ -75,6 +75,7 @@ def build_contract(config: LoadedConfig, terms: Terms) -> Contract:
         choice=choice,
         finder=finder,
         tokenizer=RowTokenizer(files.tokenizer_json, files.special_tokens.get("bos_token")),
-        prepared_mode=choose_mode(settings.tools, finder),
+        # The public server has no field for tools, so that under compat they are text.
+        prepared_mode=choose_mode("system" if settings.compat else settings.tools, finder),
         max_tokens=settings.max_tokens or files.positions,
     )
