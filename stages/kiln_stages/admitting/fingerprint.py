@@ -11,8 +11,8 @@ import importlib.metadata
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
-import kiln_plugins
 import msgspec
 import xxhash
 
@@ -85,11 +85,18 @@ def _of_outputs(out: Path, manifest: StageManifest) -> str:
 
 
 def _code(plugins: Plugins) -> list[Path]:
-    """The source files of kiln and of the modules that convert rows."""
-    packages = [Path(package.__path__[0]) for package in (kiln_cli, kiln_stages, kiln_plugins)]
-    own = [path for package in packages for path in sorted(package.rglob("*.py"))]
-    modules = (sys.modules.get(getattr(source.convert, "__module__", "")) for source in plugins.sources)
-    return own + [Path(module.__file__) for module in modules if module is not None and module.__file__]
+    """The source files of kiln and of the distributions whose sources convert rows."""
+    names = {getattr(source.convert, "__module__", "").partition(".")[0] for source in plugins.sources}
+    found = (sys.modules.get(name) for name in sorted(names - {""}))
+    return [path for module in (kiln_cli, kiln_stages, *found) if module is not None for path in _files(module)]
+
+
+def _files(module: ModuleType) -> list[Path]:
+    """The files of a package, or the one of a module."""
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    if folders:
+        return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [Path(module.__file__)] if module.__file__ else []
 
 
 def _digest(files: Iterable[Path], more: bytes = b"") -> str:
