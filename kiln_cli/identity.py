@@ -37,7 +37,7 @@ class Domain(StrEnum):
     RECEIPT = "kiln-cli.receipt.v1"
     RECEIPT_CONTENT = "kiln-cli.receipt-content.v1"
     ADAPTER_CONTENT = "kiln-cli.adapter-content.v1"
-    ADMITTED_CORPUS = "kiln-cli.admitted-corpus.v1"
+    ADMITTED_CORPUS = "kiln-cli.admitted-corpus.v2"
     LOSS_LOG = "kiln-cli.loss-log.v1"
     TOOL_PROMPT_TEXT = "kiln-cli.tool-prompt-text.v1"
 

@@ -16,7 +16,7 @@ from kiln_cli.chat import require_structure
 from kiln_cli.config import AdmitConfig
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
-from kiln_stages.admitting.corpus import AdmittedRow
+from kiln_stages.admitting.corpus import AdmittedRow, PackedRow, packed
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.admitting.labels import LabelFinder, Rendered
 from kiln_stages.admitting.tokens import Encoded, RowTokenizer
@@ -64,7 +64,7 @@ class RejectedDetail(msgspec.Struct, frozen=True, kw_only=True):
 class Judged(NamedTuple):
     """One row's outcome, the fields of the input that changed nothing, and what the template did to it lawfully."""
 
-    outcome: AdmittedRow | RejectedDetail
+    outcome: PackedRow | RejectedDetail
     ignored: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -153,8 +153,8 @@ class Admission:
         )
 
 
-def _admitted(incoming: IncomingRow, encoded: Encoded) -> AdmittedRow:
-    return AdmittedRow(
+def _admitted(incoming: IncomingRow, encoded: Encoded) -> PackedRow:
+    row = AdmittedRow(
         row_index=incoming.record.row_index,
         line=incoming.record.line,
         example_id=incoming.example_id,
@@ -162,3 +162,4 @@ def _admitted(incoming: IncomingRow, encoded: Encoded) -> AdmittedRow:
         input_ids=encoded.input_ids,
         label_spans=encoded.label_spans,
     )
+    return packed(row)

@@ -19,7 +19,7 @@ from kiln_cli.receipts import FileRef
 from kiln_cli.records import Record
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import Admission, RejectedDetail
-from kiln_stages.admitting.corpus import AdmittedRow
+from kiln_stages.admitting.corpus import PackedRow
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.reading.ranges import Range, hash_stream, open_range, ranges
 from kiln_stages.reading.sources import json_lines
@@ -64,7 +64,7 @@ class Part(msgspec.Struct):
     lines: int = 0
     blank: int = 0
     byte_order_marks: int = 0
-    kept: list[AdmittedRow] = []
+    kept: list[PackedRow] = []
     rejected: list[RejectedDetail] = []
     ignored: dict[str, int] = {}
     notes: dict[str, int] = {}
@@ -106,7 +106,7 @@ def judge_range(job: Job, piece: Range) -> bytes:
     part = Part()
     incoming = source.rows(json_lines(lines, elements=source.plain.elements))
     for outcome, ignored, notes in job.admission.judge(source.split, incoming):
-        if isinstance(outcome, AdmittedRow):
+        if isinstance(outcome, PackedRow):
             part.kept.append(outcome)
         else:
             part.rejected.append(outcome)

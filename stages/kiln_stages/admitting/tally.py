@@ -46,9 +46,9 @@ class Tally:
         for row in part.kept:
             self.kept_hashes.append(row.row_sha256)
             self._digest.update(row)
-            self._tokens += len(row.input_ids)
+            self._tokens += row.tokens
             self._supervised += row.supervised
-            self._longest = max(self._longest, len(row.input_ids))
+            self._longest = max(self._longest, row.tokens)
         for detail in part.rejected:
             self._codes[detail.code] += 1
             self.rejected.append(

@@ -134,7 +134,7 @@ def _judged(source: RowsInput, contract: Contract, stack: ExitStack) -> Iterator
     job = Job([source], contract.admission(source.source_reasons))
     workers = stack.enter_context(Workers(job, worker_count([source], None)))
     for part in judged_parts(job, 0, workers):
-        outcomes: list[AdmittedRow | RejectedDetail] = [*part.kept, *part.rejected]
+        outcomes: list[AdmittedRow | RejectedDetail] = [*(row.unpacked() for row in part.kept), *part.rejected]
         yield from sorted(outcomes, key=lambda row: row.row_index)
 
 
