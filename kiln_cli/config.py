@@ -122,6 +122,7 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     compat: Literal["kiln"] | None = None
     template: NonEmpty = "model"
     tools: Literal["auto", "native", "system"] = "auto"
+    system_turn: Literal["keep", "fold"] = "keep"
     invalid_row_policy: Literal["fail", "skip"] = "fail"
     max_tokens: Annotated[int, Meta(ge=2)] | None = None
     control_tokens: Literal["text", "reject"] = "text"

@@ -31,6 +31,7 @@ from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
 from kiln_stages.admitting.inputs import Given, given_texts, given_values, open_inputs, rows_details
 from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, worker_count
 from kiln_stages.admitting.recheck import RECEIPTS
+from kiln_stages.admitting.special_tokens import require_markers
 from kiln_stages.admitting.tally import Tally
 from kiln_stages.reading.mapping import parse_map
 from kiln_stages.reading.ranges import copy_stream
@@ -103,6 +104,7 @@ def run(
             write_file(out / "config.resolved.toml", config.resolved_toml(out))
             return AdmitResult(done, unchanged=True)
         contract = build_contract(config, terms)
+        require_markers(contract)
         inputs = open_inputs(config, out, plugins, contract, stack, given)
         job = Job(inputs, contract.admission(inputs[0].source_reasons))
         pool = stack.enter_context(Workers(job, worker_count(inputs, workers)))
@@ -121,7 +123,7 @@ def run(
                 "config_sections": list(ADMIT_SECTIONS),
                 "rows": rows_details(inputs),
                 "admitted_sha256": {tally.split: tally.admitted_sha256() for tally in tallies},
-                **contract.details(contract.prepared_mode if prepared else "native"),
+                **contract.details(contract.prepared_mode if prepared else contract.chat_mode),
             },
         )
         write_file(out / "config.resolved.toml", config.resolved_toml(out))

@@ -31,6 +31,7 @@ REASONS = {
     "no_assistant_message": "tokenization_error",
     "template_error": "tokenization_error",
     "template_lost_content": "tokenization_error",
+    "unbalanced_reasoning_tags": "tokenization_error",
     "mask_disagreement": "tokenization_error",
     "no_supervised_tokens": "tokenization_error",
     "control_token_in_content": "tokenization_error",

@@ -17,6 +17,7 @@ from kiln_stages.admitting.labels import LabelFinder
 from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
 from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.admitting.row_views import RowView
 from kiln_stages.admitting.tokens import RowTokenizer
 
 
@@ -28,7 +29,8 @@ class Terms(NamedTuple):
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
-    """``prepared_mode``: how prepared examples become conversations. ``max_tokens`` is None where nothing caps it."""
+    """``prepared_mode``: how prepared examples become conversations. ``chat_mode``: how tools and calls
+    of chat rows are rendered. ``max_tokens`` is None where nothing caps it."""
 
     settings: AdmitConfig
     files: ModelFiles
@@ -36,6 +38,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     finder: LabelFinder
     tokenizer: RowTokenizer
     prepared_mode: ToolsMode
+    chat_mode: ToolsMode
     max_tokens: int | None
 
     def admission(self, source_reasons: Iterable[str] = ()) -> Admission:
@@ -44,6 +47,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     def details(self, mode: ToolsMode) -> dict[str, Any]:
         """What the manifest says of it."""
         return {
+            "system_turn": self.settings.system_turn,
             "max_tokens": self.max_tokens,
             "template": {"name": self.choice.name, "sha256": self.choice.sha256},
             "tokenizer": self.files.file_digests(),
@@ -68,14 +72,20 @@ def load_terms(config: LoadedConfig, plugins: Plugins, template: str | None = No
 def build_contract(config: LoadedConfig, terms: Terms) -> Contract:
     """Makes the terms work. Raises KilnError: KLN302 for a damaged tokenizer, KLN213 for an unusable template."""
     settings, (files, choice) = config.run.admit, terms
-    finder = LabelFinder(ChatTemplate(choice.source, choice.name, files.special_tokens, settings.date))
+    template = ChatTemplate(choice.source, choice.name, files.special_tokens, settings.date)
+    chat_mode: ToolsMode = "system" if settings.tools == "system" else "native"
+    view = RowView(chat_mode, settings.system_turn)
+    plain = LabelFinder(template)
     return Contract(
         settings=settings,
         files=files,
         choice=choice,
-        finder=finder,
-        tokenizer=RowTokenizer(files.tokenizer_json, files.special_tokens.get("bos_token")),
+        finder=plain if view == RowView() else LabelFinder(template, view),
+        tokenizer=RowTokenizer(
+            files.tokenizer_json, files.special_tokens.get("bos_token"), files.special_tokens.values()
+        ),
         # The public server has no field for tools, so that under compat they are text.
-        prepared_mode=choose_mode("system" if settings.compat else settings.tools, finder),
+        prepared_mode=choose_mode("system" if settings.compat else settings.tools, plain),
+        chat_mode=chat_mode,
         max_tokens=settings.max_tokens or files.positions,
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -29,9 +29,13 @@ import msgspec
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
 from kiln_stages.admitting.label_proof import Claim, prove
+from kiln_stages.admitting.reasoning_tags import require_paired_tags
 from kiln_stages.admitting.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
 from kiln_stages.admitting.row_marks import TOOLS, MarkedRow, Piece, Reading
 
+_FOLD = '; [admit] system_turn = "fold" puts its text into the first user message'
+# A row's messages and tools to those that are rendered (``row_views``).
+View = Callable[[list[Message], list[Any] | None], tuple[list[Message], list[Any] | None]]
 # Which gap holds which edge, found so far: ("header", ...) and ("end", ...) to a number of characters.
 Memo = dict[tuple[object, ...], int]
 
@@ -52,11 +56,13 @@ class Rendered(msgspec.Struct, frozen=True):
 class LabelFinder:
     """Finds and proves the trained spans of rows under one template.
 
-    A verdict depends on the template and the row alone: what is remembered comes from fixed rows, read once.
+    A verdict depends on the template and the row alone: what is remembered comes from fixed rows, read once. ``view``
+    gives the messages and tools that are rendered for those of the row.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, view: View | None = None) -> None:
         self.template = template
+        self._view = view
         self._memo: Memo = {}
         for messages, tools in _PROBES:
             memo: Memo = {}
@@ -69,8 +75,11 @@ class LabelFinder:
 
         Raises RowFault: ``no_assistant_message``, ``no_supervised_tokens`` (all of them have weight 0),
         ``template_error`` (the template refuses the row), ``template_lost_content`` (text of the row is not in the
-        render), ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
+        render), ``unbalanced_reasoning_tags`` (think tags that do not pair up in a trained turn),
+        ``mask_disagreement`` (the spans cannot be found, or a proof of them fails).
         """
+        if self._view is not None:
+            messages, tools = self._view(messages, tools)
         try:
             return self._find(messages, tools, self._memo.copy())
         except RowFault as fault:
@@ -87,7 +96,10 @@ class LabelFinder:
             raise RowFault("no_assistant_message", "a row needs at least one message of role assistant", "/messages")
         if not turns:
             raise RowFault("no_supervised_tokens", "every assistant message has weight 0", "/messages")
-        form, text = self.template.settle(messages, tools)
+        try:
+            form, text = self.template.settle(messages, tools)
+        except RowFault as fault:
+            raise _naming_system(self.template, messages, tools, fault) from fault
         if BLOCK_OPEN in text or BLOCK_CLOSE in text:
             raise RowFault("mask_disagreement", "the row holds U+FDD0 or U+FDD1, which mark generation blocks")
         row = MarkedRow(self.template, form, tools, text)
@@ -101,7 +113,10 @@ class LabelFinder:
             raise RowFault("mask_disagreement", "marks around the row's strings change what the template prints")
         claim = Claim(self.template, form, tools, text, (), turns)
         spans, proven = _proven(row, reading, claim, memo)
-        return Rendered(text, spans, _content_spans(row, reading), (*notes, *proven))
+        rendered = Rendered(text, spans, _content_spans(row, reading), (*notes, *proven))
+        if self.template.thinks:
+            require_paired_tags(printable(self.template.name), rendered, turns)
+        return rendered
 
 
 def _proven(row: MarkedRow, reading: Reading, claim: Claim, memo: Memo) -> tuple[Spans, list[str]]:
@@ -163,6 +178,22 @@ def _turn_end(row: MarkedRow, reading: Reading, turn: int, owned: list[int], mem
     return data_end + length
 
 
+def _naming_system(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, fault: RowFault
+) -> RowFault:
+    """The refusal of a row, with the role named where it is the system message that the template does not take."""
+    others = [message for message in messages if message["role"] != "system"]
+    if fault.reason != "template_error" or not 0 < len(others) < len(messages):
+        return fault
+    try:
+        template.settle(others, tools)
+    except RowFault:
+        return fault
+    at = next(i for i, message in enumerate(messages) if message["role"] == "system")
+    detail = f"{fault.detail}; it takes the row without message {at + 1} (system){_FOLD}"
+    return RowFault(fault.reason, detail, f"/messages/{at}/role")
+
+
 def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[str]:
     """Required text must be in the render. Thinking of an earlier turn may go, if the template prints it when last."""
     found = {piece.mark for piece in reading.pieces}
@@ -184,7 +215,9 @@ def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[st
                 f'the template {name} ignores `tools`; [admit] tools = "system" puts them into the system text',
                 "/tools",
             )
-        raise RowFault("template_lost_content", f"{name} does not print {printable(mark.where)}")
+        system = mark.owner != TOOLS and row.form[mark.owner]["role"] == "system"
+        detail = f"{name} does not print {printable(mark.where)}{_FOLD if system else ''}"
+        raise RowFault("template_lost_content", detail)
     return list(dict.fromkeys(notes))
 
 

@@ -45,14 +45,22 @@ def choose_mode(wanted: Literal["auto", "native", "system"], finder: LabelFinder
     return "native" if shows_tool and shows_call else "system"
 
 
+def tool_system_text(tools: list[Any]) -> str:
+    """The instruction and the tools as canonical JSON."""
+    return f"{TOOL_PROMPT}\n{canonical_json(tools).decode('utf-8')}"
+
+
+def answer_text(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Calls, by name and arguments, as the text of an answer: one object, or an array of several."""
+    texts = [_call_text(name, arguments) for name, arguments in calls]
+    return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
+
+
 def _system(example: PreparedExample) -> ChatRow:
-    tools = canonical_json([tool_object(tool) for tool in example.tools]).decode("utf-8")
-    calls = [_call_text(call.name, call.arguments) for call in example.gold_calls]
-    answer = calls[0] if len(calls) == 1 else "[" + ",".join(calls) + "]"
     messages = [
-        {"role": "system", "content": f"{TOOL_PROMPT}\n{tools}"},
+        {"role": "system", "content": tool_system_text([tool_object(tool) for tool in example.tools])},
         {"role": "user", "content": example.query},
-        {"role": "assistant", "content": answer},
+        {"role": "assistant", "content": answer_text([(call.name, call.arguments) for call in example.gold_calls])},
     ]
     return normalise({"messages": messages})
 

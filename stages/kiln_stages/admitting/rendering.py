@@ -85,6 +85,7 @@ class ChatTemplate:
         self, source: str, name: str, special_tokens: Mapping[str, str] | None = None, date: str | None = None
     ) -> None:
         self.name = name
+        self.thinks = THINK_OPEN in source or THINK_CLOSE in source
         self.sha256 = "sha256:" + hashlib.sha256(source.encode("utf-8")).hexdigest()
         clock = None if date is None else _frozen_clock(date)
         try:

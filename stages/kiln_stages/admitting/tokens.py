@@ -93,6 +93,10 @@ class RowTokenizer:
         """Where ``text`` holds the text of a control token, forged or not."""
         return [match.span() for match in self._control.finditer(text)]
 
+    def pieces(self, text: str) -> list[str]:
+        """The tokens of a text by itself, as the vocabulary writes them."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).tokens)
+
     def encode(self, text: str, spans: Spans, content_spans: Spans = (), control: Control = "text") -> Encoded:
         """Ids and labelled tokens of ``text``.
 

@@ -125,7 +125,7 @@ def differences(admitted: Admitted, other: Contract, plugins: Plugins, split: st
 
 
 def _name(contract: Contract, source: RowsInput) -> TemplateName:
-    mode = contract.prepared_mode if source.ref is not None else "native"
+    mode = contract.prepared_mode if source.ref is not None else contract.chat_mode
     return TemplateName(name=contract.choice.name, sha256=contract.choice.sha256, tools=mode)
 
 

@@ -1,0 +1,66 @@
+"""Whether a tokenizer has the control tokens that a template prints.
+
+A template of another model renders, and its labels can even be found; but its markers come out as a handful of ordinary
+tokens that the model has never seen to mean anything. So before a row is admitted under a template that is not the
+model's own, every marker that the template prints must be one token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from kiln_cli.errors import KilnError, RowFault
+from kiln_cli.text import printable
+from kiln_stages.admitting.contract import Contract
+from kiln_stages.admitting.rendering import ChatTemplate, Message
+from kiln_stages.admitting.tokens import RowTokenizer
+
+# Probe words that no template prints; what a render holds beside them is the template's own.
+_SYSTEM, _QUESTION, _ANSWER = "qsystemq", "qquestionq", "qanswerq"
+_MARKER = re.compile(r"<\|[^\s<>|]{1,64}\|>|<｜[^\s<>｜]{1,64}｜>|<(?:start|end)_of_turn>")
+# Markers in brackets are plain text in some families and tokens in others: all of them are, or none.
+_BRACKETED = re.compile(r"\[/?[A-Z][A-Z_]{2,32}\]")
+
+
+def require_markers(contract: Contract) -> None:
+    """Raises KilnError KLN213 with the first marker that is not one token, and an example of what would be trained."""
+    if contract.choice.source == contract.files.chat_template:
+        return  # the model's own: what its template prints is what it was trained on
+    template, tokenizer = contract.finder.template, contract.tokenizer
+    rendered = list(_probes(template))
+    missing = _missing(rendered, tokenizer, set(contract.files.special_tokens.values()))
+    if missing is None:
+        return
+    example = max(rendered, key=len)
+    parts = ", ".join(repr(part) for part in tokenizer.pieces(missing))
+    name = printable(template.name)
+    raise KilnError(
+        "KLN213",
+        f"the chat template {name} prints {printable(missing)}, which the tokenizer has not as one token but as "
+        f"{parts}\nan example of a row under it, of which 0 of {len(tokenizer.pieces(example))} tokens are admitted:\n"
+        f"{printable(example, limit=2000)}",
+        hint='use the model\'s own template ([admit] template = "model"), or add the token to the tokenizer and train '
+        "its embedding",
+        details={"template": template.name, "token": missing, "example": example},
+    )
+
+
+def _probes(template: ChatTemplate) -> Iterator[str]:
+    exchange: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    for messages in (exchange, exchange * 2, [{"role": "system", "content": _SYSTEM}, *exchange]):
+        for prompt in (False, True):
+            try:
+                yield template.render(messages, None, prompt)
+            except RowFault:
+                continue
+
+
+def _missing(rendered: list[str], tokenizer: RowTokenizer, special_texts: set[str]) -> str | None:
+    printed = "\n".join(rendered)
+    markers = {*_MARKER.findall(printed), *(text for text in special_texts if text and text in printed)}
+    bracketed = set(_BRACKETED.findall(printed))
+    if any(len(tokenizer.pieces(marker)) == 1 for marker in bracketed):
+        markers |= bracketed
+    ordered = sorted(markers, key=printed.index)
+    return next((marker for marker in ordered if len(tokenizer.pieces(marker)) != 1), None)
