@@ -131,6 +131,33 @@ def test_batches_give_what_single_rows_give(tokenizer: RowTokenizer, finder: Lab
     assert [isinstance(result, RowFault) for result in results] == [False] * (len(TEXTS) + 1) + [True]
 
 
+def test_labels_are_those_that_offsets_tell(
+    tokenizer: RowTokenizer, tokenizer_json: str, finder: LabelFinder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_offsets = RowTokenizer(tokenizer_json, bos_token="<|im_start|>")
+    assert by_offsets._ids_tell
+    monkeypatch.setattr(by_offsets, "_ids_tell", False)
+    rows = [finder.find(row(text, f"{text} one")) for text in [*TEXTS, "<|im_end|>", "gone\x04"]]
+    for mine, theirs in zip(tokenizer.encode_batch(rows), by_offsets.encode_batch(rows), strict=True):
+        assert mine == theirs or str(mine) == str(theirs)
+
+
+def with_special(source: str, name: str) -> str:
+    widened = tokenizers.Tokenizer.from_str(source)
+    widened.add_special_tokens([name])
+    return widened.to_str()
+
+
+def test_an_added_token_that_does_not_decode_to_itself_is_placed_by_offsets(
+    tokenizer_json: str, plain: tokenizers.Tokenizer
+) -> None:
+    """The byte-level decoder takes ``é`` for the byte 0xE9."""
+    tokenizer = RowTokenizer(with_special(tokenizer_json, "<é>"))
+    assert not tokenizer._ids_tell
+    [result] = tokenizer.encode_batch([Rendered("one<é>", ((3, 6),), ())])
+    assert result == Encoded([*plain.encode("one").ids, 49152], [(1, 2)])
+
+
 def test_control_tokens_of_every_field_stay_text(
     tokenizer: RowTokenizer, plain: tokenizers.Tokenizer, finder: LabelFinder, tokenizer_json: str
 ) -> None:
@@ -336,7 +363,7 @@ def test_a_label_is_never_the_beginning_of_text(tokenizer_json: str) -> None:
 
 
 class ShiftedIds:
-    """A tokenizer whose encodings are off by one: each offset, or each id."""
+    """A tokenizer that is off by one: each offset, each id, or each text that ids decode to."""
 
     def __init__(self, real: tokenizers.Tokenizer, what: str) -> None:
         self._real, self._what = real, what
@@ -348,13 +375,21 @@ class ShiftedIds:
         ids = [number + 1 for number in whole.ids] if self._what == "ids" else whole.ids
         return types.SimpleNamespace(ids=ids, offsets=offsets)
 
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return self._real.decode(ids[1:] if self._what == "decoding" else ids, **options)
 
-@pytest.mark.parametrize("what", ["offsets", "ids", "bytes"])
-@pytest.mark.parametrize("kind", ["smollm2", "phi3"])
+
+@pytest.mark.parametrize(("kind", "what"), [
+    ("smollm2", "decoding"), ("smollm2", "ids"), ("smollm2", "bytes"), ("smollm2 by offsets", "offsets"),
+    ("phi3", "offsets"), ("phi3", "ids"), ("phi3", "bytes"),
+])  # fmt: skip
 def test_a_row_is_refused_when_its_tokens_are_off_by_one(
     kind: str, what: str, tokenizer_json: str, phi3_json: str, finder: LabelFinder
 ) -> None:
-    tokenizer = RowTokenizer(tokenizer_json if kind == "smollm2" else phi3_json)
+    source = phi3_json if kind == "phi3" else tokenizer_json
+    if kind == "smollm2 by offsets":
+        source = with_special(source, "<é>")  # does not decode to itself
+    tokenizer = RowTokenizer(source)
     rows = [finder.find(row(text, text)) for text in ("yes", "naïve café", "a b c")]
     for rendered in rows:
         encoded(tokenizer, rendered)

@@ -31,11 +31,17 @@ class TokenBytes:
     greedy: frozenset[int]
     prefix: Prefix
     composes: bool
+    byte_level: bool
+
+    @property
+    def ids_tell(self) -> bool:
+        """Whether the ids of a text tell the bytes of each token without offsets, and a decoder puts nothing in."""
+        return self.byte_level and self.prefix == "none" and not self.greedy
 
     def parts(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of each token of ``text``, without what the tokenizer itself put in."""
         parts = [self.table[number] for number in ids]
-        if not self.greedy.isdisjoint(ids):
+        if self.greedy and not self.greedy.isdisjoint(ids):
             for at, number in enumerate(ids):
                 if number in self.greedy:
                     taken = text[slice(*offsets[at])].encode("utf-8")
@@ -64,8 +70,8 @@ class TokenBytes:
 def token_bytes(tokenizer: tokenizers.Tokenizer, description: dict[str, Any]) -> TokenBytes | None:
     """The table of a tokenizer and its ``tokenizer.json``, or None where an id has no bytes of its own."""
     prefix: Prefix | None
-    decoder = description.get("decoder") or {}
-    if decoder.get("type") == "ByteLevel":
+    byte_level = (description.get("decoder") or {}).get("type") == "ByteLevel"
+    if byte_level:
         prefix, read = _byte_level_prefix(description), _read_byte_level
     else:
         prefix, read = _sentencepiece_prefix(description), _read_sentencepiece
@@ -82,7 +88,7 @@ def token_bytes(tokenizer: tokenizers.Tokenizer, description: dict[str, Any]) ->
         table[number] = told
     greedy = frozenset(int(token["id"]) for token in added if token["lstrip"] or token["rstrip"])
     composes = (description.get("normalizer") or {}).get("type") == "NFC"
-    return TokenBytes(table, frozenset(int(token["id"]) for token in added), greedy, prefix, composes)
+    return TokenBytes(table, frozenset(int(token["id"]) for token in added), greedy, prefix, composes, byte_level)
 
 
 def _byte_level_prefix(description: dict[str, Any]) -> Prefix | None:

@@ -3,8 +3,9 @@
 A token is labelled when its characters overlap a trained span. For byte-level and SentencePiece-like tokenizers every
 id stands for a fixed run of bytes (``token_bytes``), so the bytes of the ids, joined, must be the text: that finds
 characters that no token holds, and the running length gives each token's place without the tokenizer's word for it.
-The tokenizer's own offsets must then name the same tokens. For other tokenizers the offsets alone are used, and must
-cover the text.
+A second method must agree: the tokenizer's own decoder must make the span's text of the labelled ids, or, where ids
+alone do not tell, the tokenizer's own offsets must name the same tokens. (Offsets cost a third of the encoding.) For
+tokenizers without such bytes the offsets alone are used, and must cover the text.
 
 Row text must never become a control token: ``<|im_start|>`` in a question would open a turn. Where row text holds the
 text of one, the text is cut at the template's own control tokens and each stretch between them is encoded with control
@@ -18,10 +19,10 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import msgspec
 import tokenizers
 
 from kiln_cli.errors import KilnError, RowFault
@@ -43,8 +44,7 @@ class RenderedText(Protocol):
     def content_spans(self) -> tuple[tuple[int, int], ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """Token ids, and the labelled tokens as index ranges with an exclusive end, in order and disjoint."""
 
     input_ids: list[int]
@@ -78,6 +78,7 @@ class RowTokenizer:
         self._control = _any_of(control)
         self._bos = None if bos_token is None else self._tokenizer.token_to_id(bos_token)
         self._bytes = token_bytes(self._tokenizer, description)
+        self._ids_tell = self._bytes is not None and self._bytes.ids_tell and self._decodes(added)
 
     @property
     def has_token_bytes(self) -> bool:
@@ -106,18 +107,53 @@ class RowTokenizer:
         ``mask_disagreement`` (the two ways to find labelled tokens differ, or a label is the beginning-of-text token).
         """
         whole = self._tokenizer.encode(text, add_special_tokens=False)
-        return self._encoded(text, spans, content_spans, whole, control)
+        told = self._by_decoding(text, spans, content_spans, whole.ids)
+        return told or self._labelled(text, spans, *self._placed(text, content_spans, whole, control))
 
     def encode_batch(self, rows: Sequence[RenderedText], control: Control = "text") -> list[Encoded | RowFault]:
         """As :meth:`encode`, for many rows at once; a row that fails gives its fault in its place."""
-        out: list[Encoded | RowFault] = []
-        encodings = self._tokenizer.encode_batch([row.text for row in rows], add_special_tokens=False)
-        for row, whole in zip(rows, encodings, strict=True):
-            try:
-                out.append(self._encoded(row.text, row.spans, row.content_spans, whole, control))
-            except RowFault as fault:
-                out.append(fault)
-        return out
+        texts = [row.text for row in rows]
+        if self._ids_tell:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # sets no offsets
+        else:
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [self._outcome(row, whole, control) for row, whole in zip(rows, encodings, strict=True)]
+
+    def _outcome(self, row: RenderedText, whole: tokenizers.Encoding, control: Control) -> Encoded | RowFault:
+        text, spans, content_spans = row.text, row.spans, row.content_spans
+        try:
+            if not self._ids_tell:
+                return self._labelled(text, spans, *self._placed(text, content_spans, whole, control))
+            told = self._by_decoding(text, spans, content_spans, whole.ids)
+            return told or self.encode(text, spans, content_spans, control)
+        except RowFault as fault:
+            return fault
+
+    def _by_decoding(self, text: str, spans: Spans, content_spans: Spans, ids: list[int]) -> Encoded | None:
+        """Labels by the lengths of ids, held against the tokenizer's own decoder; None where offsets must be asked.
+
+        Raises RowFault ``mask_disagreement`` where the labelled ids do not decode to their spans.
+        """
+        table = self._bytes if self._ids_tell else None
+        if table is None or self._forged(text, content_spans) or table.normal_form(text) != text:
+            return None
+        try:
+            self._require_one_beginning(ids)
+            label_spans = _by_bytes(text, spans, table.parts(text, ids, ()))
+            encoded = self._supervised(ids, label_spans)
+        except RowFault:
+            return None  # where offsets are at hand the reason is found
+        for (first, last), (start, end) in zip(label_spans, spans, strict=True):
+            told = self._tokenizer.decode(ids[first:last], skip_special_tokens=False)
+            if told != text[start:end]:
+                detail = f"labelled tokens decode to {_quoted(told)}, the trained text is {_quoted(text[start:end])}"
+                raise RowFault("mask_disagreement", detail)
+        return encoded
+
+    def _decodes(self, added: list[dict[str, Any]]) -> bool:
+        """Whether the decoder gives every added token back; one of letters like ``é`` may be taken for bytes."""
+        decode = self._tokenizer.decode
+        return all(decode([int(token["id"])], skip_special_tokens=False) == token["content"] for token in added)
 
     def trace(self, text: str, content_spans: Spans = (), control: Control = "text") -> tuple[list[int], list[str]]:
         """The ids of ``text`` as :meth:`encode` makes them, and the text of each; joined, the texts are ``text``.
@@ -131,11 +167,6 @@ class RowTokenizer:
         ends = _ends_by_bytes(text, parts) if b"".join(parts) == text.encode("utf-8") else _ends_by_offsets(offsets)
         edges = [0, *ends[:-1], len(text)] if ends else []
         return ids, [text[start:end] for start, end in pairwise(edges)]
-
-    def _encoded(
-        self, text: str, spans: Spans, content_spans: Spans, whole: tokenizers.Encoding, control: Control
-    ) -> Encoded:
-        return self._labelled(text, spans, *self._placed(text, content_spans, whole, control))
 
     def _placed(
         self, text: str, content_spans: Spans, whole: tokenizers.Encoding, control: Control
@@ -196,8 +227,7 @@ class RowTokenizer:
         return plain, places
 
     def _labelled(self, text: str, spans: Spans, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
-            raise RowFault("duplicate_bos", "the text begins with two beginning-of-text tokens")
+        self._require_one_beginning(ids)
         if self._bytes is None:
             _require_cover(text, offsets)
             label_spans = _by_offsets(text, spans, offsets)
@@ -206,6 +236,13 @@ class RowTokenizer:
         told = _ranges_by_offsets(spans, offsets)
         if told != label_spans:
             raise RowFault("mask_disagreement", f"labelled tokens are {label_spans} by length, {told} by offset")
+        return self._supervised(ids, label_spans)
+
+    def _require_one_beginning(self, ids: list[int]) -> None:
+        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            raise RowFault("duplicate_bos", "the text begins with two beginning-of-text tokens")
+
+    def _supervised(self, ids: list[int], label_spans: list[tuple[int, int]]) -> Encoded:
         if self._bos is not None and any(self._bos in ids[first:last] for first, last in label_spans):
             raise RowFault("mask_disagreement", "the beginning-of-text token is among the labelled tokens")
         if all(last <= 1 for _, last in label_spans):
