@@ -12,9 +12,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import conversations
-from measure import output, peak_mb, require_success, seconds, spread
+from measure import Cost, cost, output, peak_mb, require_success, seconds, spread
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent / "models" / "smollm2-135m-instruct"
@@ -38,36 +39,54 @@ print(time.perf_counter() - started)
 """
 
 
+class Speed(NamedTuple):
+    """A steady state: rows a second on the clock, and milliseconds of all processors a row."""
+
+    rate: float
+    processor_ms: float
+
+
+def speed(rows: int, spent: Cost) -> Speed:
+    return Speed(rows / spent.wall, spent.processor / rows * 1000)
+
+
 def measure(folder: Path, count: int, pairs: int, trl_python: Path | None) -> None:
     bench = Bench(folder, count)
     print(f"admit, {count:,} conversations: {bench.describe()}", flush=True)
-    own = bench.kiln_rate("own", bench.model)
-    trl = [] if trl_python is None else [bench.trl(trl_python, workers) for workers in (None, 2)]
+    own = bench.kiln_speed("own", bench.model)
+    trl = [] if trl_python is None else [Trl(trl_python, bench, workers) for workers in (None, 2)]
     if trl_python is None:
         print("admit against TRL: not measured, since no --trl-python is given (`make bench` gives one)")
-    else:
-        bench.require_same_labels(trl_python)
-    kiln: list[float] = []
-    bare: list[float] = []
-    theirs: list[list[float]] = [[] for _ in trl]
+    for one in trl:
+        one.require_same_labels()
+    kiln, bare = [], []
     for number in range(pairs):
-        kiln.append(bench.kiln_rate(f"marked-{number}", bench.marked))
-        bare.append(bench.bare_rate())
-        for rates, one in zip(theirs, trl, strict=True):
-            rates.append(one.rate(bench))
-    ours = statistics.median(kiln)
-    print(f"admit, kiln: {ours:,.0f} rows/s with markers, {own:,.0f} with the model's own template; {bench.started()}")
-    print(f"admit, bare encode_batch: {statistics.median(bare):,.0f} rows/s")
-    print(f"admit, kiln's share of bare encode_batch: {spread(ratios(kiln, bare))}")
-    for rates, one in zip(theirs, trl, strict=True):
-        print(f"admit, TRL with {one.name}: {statistics.median(rates):,.0f} rows/s; {one.started}")
-        print(f"admit, kiln over TRL with {one.name}: {spread(ratios(kiln, rates))}", flush=True)
+        kiln.append(bench.kiln_speed(f"marked-{number}", bench.marked))
+        bare.append(bench.bare_speed())
+        for one in trl:
+            one.measure()
+    print(
+        f"admit, kiln: {shown(kiln)}; with the model's own template {shown([own])}; start-up (the same command on "
+        f"{FEW} rows) {statistics.median(bench.few_seconds):.2f} s"
+    )
+    print(f"admit, bare encode_batch: {shown(bare)}")
+    print(f"admit, kiln's share of bare encode_batch: {ratio(kiln, bare)}")
+    for one in trl:
+        print(f"admit, TRL with {one.name}: {shown(one.speeds)}; {one.started}")
+        print(f"admit, kiln over TRL with {one.name}: {ratio(kiln, one.speeds)}", flush=True)
     bench.memory()
     bench.again()
 
 
-def ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
+def shown(speeds: list[Speed]) -> str:
+    rate, processor = (statistics.median(each) for each in zip(*speeds, strict=True))
+    return f"{rate:,.0f} rows/s, {processor:.2f} ms of processors a row"
+
+
+def ratio(ours: list[Speed], theirs: list[Speed]) -> str:
+    pairs = list(zip(ours, theirs, strict=True))
+    by_processor = [other.processor_ms / mine.processor_ms for mine, other in pairs]
+    return f"{spread([mine.rate / other.rate for mine, other in pairs])}; by processor time {spread(by_processor)}"
 
 
 class Bench:
@@ -113,29 +132,18 @@ class Bench:
         command = [sys.executable, "-m", "kiln_cli.app", "--quiet", "admit", "--file", str(rows)]
         return [*command, "--source", "messages", "--model", str(model), "--out", str(out)]
 
-    def kiln_rate(self, name: str, model: Path) -> float:
-        """Rows a second, start-up taken off: each pair has runs of its own, into directories of their own."""
-        few = seconds(self.kiln(self.few, model, f"{name}-few"))
-        self.few_seconds.append(few)
-        return (self.count - FEW) / (seconds(self.kiln(self.rows, model, name)) - few)
-
-    def started(self) -> str:
-        return f"start-up (the same command on {FEW} rows) {statistics.median(self.few_seconds):.2f} s"
+    def kiln_speed(self, name: str, model: Path) -> Speed:
+        """Start-up taken off. Each pair has runs of its own, into directories of their own."""
+        few = cost(self.kiln(self.few, model, f"{name}-few"))
+        self.few_seconds.append(few.wall)
+        return speed(self.count - FEW, cost(self.kiln(self.rows, model, name)) - few)
 
     def _bare(self) -> list[str]:
         return [sys.executable, str(HERE / "bare_encode.py"), str(MODEL / "tokenizer.json"), str(self.texts)]
 
-    def bare_rate(self) -> float:
-        return self.count / float(json.loads(output(self._bare()))["seconds"])
-
-    def trl(self, python: Path, workers: int | None) -> Trl:
-        return Trl([str(python), str(HERE / "trl_preparation.py"), str(self.marked)], workers)
-
-    def require_same_labels(self, python: Path) -> None:
-        require_success(command := self.kiln(self.few, self.marked, "same"), subprocess.run(command).returncode)
-        corpus = self.folder / "run-same" / "admit" / "corpus.parquet"
-        command = [*self.trl(python, None).command, str(self.few), "--against", str(corpus)]
-        require_success(command, subprocess.run(command, check=False).returncode)
+    def bare_speed(self) -> Speed:
+        told = json.loads(output(self._bare()))
+        return speed(self.count, Cost(told["seconds"], told["processor"]))
 
     def memory(self) -> None:
         """Peaks at all rows and at a tenth: what is bounded by the batch grows by the kept hashes alone."""
@@ -164,20 +172,30 @@ class Bench:
 class Trl:
     """TRL's preparation with one setting of dataset_num_proc."""
 
-    def __init__(self, command: list[str], workers: int | None) -> None:
-        self.command = command
+    def __init__(self, python: Path, bench: Bench, workers: int | None) -> None:
+        self._bench = bench
+        self._command = [str(python), str(HERE / "trl_preparation.py"), str(bench.marked)]
         self._options = [] if workers is None else ["--workers", str(workers)]
         self.name = "its default dataset_num_proc" if workers is None else f"dataset_num_proc={workers}"
-        self._few: list[float] = []
+        self._few_seconds: list[float] = []
+        self.speeds: list[Speed] = []
 
-    def rate(self, bench: Bench) -> float:
-        few = self._seconds(bench.few)
-        self._few.append(few)
-        return (bench.count - FEW) / (self._seconds(bench.rows) - few)
+    def measure(self) -> None:
+        few = self._cost(self._bench.few)
+        self._few_seconds.append(few.wall)
+        self.speeds.append(speed(self._bench.count - FEW, self._cost(self._bench.rows) - few))
 
-    def _seconds(self, rows: Path) -> float:
-        return float(json.loads(output([*self.command, str(rows), *self._options]))["seconds"])
+    def _cost(self, rows: Path) -> Cost:
+        told = json.loads(output([*self._command, str(rows), *self._options]))
+        return Cost(told["seconds"], told["processor"])
 
     @property
     def started(self) -> str:
-        return f"{FEW} rows take {statistics.median(self._few):.2f} s, imports not counted"
+        return f"{FEW} rows take {statistics.median(self._few_seconds):.2f} s, imports not counted"
+
+    def require_same_labels(self) -> None:
+        """A comparison of speed means nothing where both sides do not make the same ids and labels."""
+        cost(self._bench.kiln(self._bench.few, self._bench.marked, "same"))
+        corpus = self._bench.folder / "run-same" / "admit" / "corpus.parquet"
+        command = [*self._command, str(self._bench.few), *self._options, "--against", str(corpus)]
+        require_success(command, subprocess.run(command, check=False).returncode)

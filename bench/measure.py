@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 SAMPLE_SECONDS = 0.02
 
 
-def seconds(command: list[str]) -> float:
-    """Wall time of a whole process, start-up included. What was written before is flushed first: kiln's own flushes
-    would else wait for the other program's pages."""
+class Cost(NamedTuple):
+    """Seconds on the clock, and of all processors together, which other work on the machine hardly changes."""
+
+    wall: float
+    processor: float
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.wall - other.wall, self.processor - other.processor)
+
+
+def cost(command: list[str]) -> Cost:
+    """Of a whole process and all that it starts, start-up included. What was written before is flushed first: kiln's
+    own flushes would else wait for the other program's pages."""
     os.sync()
-    started = time.perf_counter()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     require_success(command, subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode)
-    return time.perf_counter() - started
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Cost(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def seconds(command: list[str]) -> float:
+    return cost(command).wall
 
 
 def output(command: list[str]) -> str:

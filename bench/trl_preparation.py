@@ -4,8 +4,8 @@
 
 MODEL is a directory with a tokenizer and a template that has generation markers. The rows are loaded before, the model
 has one tiny layer, and only the trainer's preparation is timed; rows are not cut (max_length=None), which spares TRL
-two passes. Prints the seconds as JSON. ``--against`` compares ids and labels of every row with kiln's corpus and ends
-with 1 where they differ. Runs in the venv of bench/requirements.txt.
+two passes. Prints the seconds, and those of all processors, as JSON. ``--against`` compares ids and labels of every row
+with kiln's corpus and ends with 1 where they differ. Runs in the venv of bench/requirements.txt.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:  # a cache of its own: each run prepares anew, and leaves nothing
         os.environ |= {"HF_HOME": folder, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        spent, dataset = prepare(arguments.model, arguments.rows, arguments.workers, Path(folder))
+        spent, processor, dataset = prepare(arguments.model, arguments.rows, arguments.workers, Path(folder))
         if arguments.against is not None:
             return compare(dataset, arguments.against)
-        print(json.dumps({"seconds": spent, "rows": len(dataset)}))
+        print(json.dumps({"seconds": spent, "processor": processor, "rows": len(dataset)}))
     return 0
 
 
-def prepare(model: Path, rows: Path, workers: int | None, folder: Path) -> tuple[float, Any]:
+def prepare(model: Path, rows: Path, workers: int | None, folder: Path) -> tuple[float, float, Any]:
     import datasets
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    spent = 0.0
+    spent = processor = 0.0
 
     class Timed(SFTTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
-            nonlocal spent
-            started = time.perf_counter()
+            nonlocal spent, processor
+            started, before = time.perf_counter(), processor_seconds()
             prepared = super()._prepare_dataset(*args, **kwargs)
             spent += time.perf_counter() - started
+            processor += processor_seconds() - before
             return prepared
 
     datasets.disable_progress_bars()
@@ -67,7 +68,13 @@ def prepare(model: Path, rows: Path, workers: int | None, folder: Path) -> tuple
         report_to=[],
     )
     trainer = Timed(model=LlamaForCausalLM(settings), args=config, train_dataset=dataset, processing_class=tokenizer)
-    return spent, trainer.train_dataset
+    return spent, processor, trainer.train_dataset
+
+
+def processor_seconds() -> float:
+    """Of this process and of its workers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def compare(dataset: Any, corpus: Path) -> int:
