@@ -43,6 +43,13 @@ def test_a_mapped_file_is_the_rows_that_it_says(files: Path, tiny_model: Path, k
         assert f"ignored field {field}: 3 rows" in mapped.err
 
 
+def test_a_file_that_no_source_knows_is_told_of_the_map(files: Path, tiny_model: Path, kiln: Kiln) -> None:
+    done = kiln("admit", "--file", files / "rows.jsonl", "--model", tiny_model, "--out", files / "run")
+    assert done.code == 2
+    assert "KLN212" in done.err and "completion, id, prompt, sys" in done.err
+    assert "--map user=" in done.err and "question_answer" in done.err
+
+
 def test_the_config_of_the_run_maps_again(files: Path, tiny_model: Path, kiln: Kiln) -> None:
     options = ("--model", tiny_model, "--out", files / "run")
     assert kiln("admit", "--file", files / "rows.jsonl", *options, *MAP).code == 0

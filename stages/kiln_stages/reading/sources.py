@@ -108,7 +108,8 @@ def _fitting(sample: dict[str, object], sources: Registry[Source], yields: Yield
 
 def _no_choice(message: str, sources: Registry[Source], yields: Yields) -> KilnError:
     names = ", ".join(source.name for source in sources if source.yields == yields)
-    return KilnError("KLN212", message, hint=f"name one of: {names}")
+    other = "; or say where its fields are: --map user=/prompt --map assistant=/reply" if yields == "chat" else ""
+    return KilnError("KLN212", message, hint=f"name one of: {names}{other}")
 
 
 def has_rows(plain: Plain) -> bool:
