@@ -21,6 +21,7 @@ from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_document, read_
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, StageManifest, TrainReceipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
+from kiln_stages.admitting.corpus import row_whose_labels_differ
 from kiln_stages.evidence.claims import (
     Claim,
     Status,
@@ -258,14 +259,18 @@ def _read_rows(run: Path, ref: FileRef) -> _Rows:
     begins, ends = spans.gather_every(2).explode().cast(pl.Int64), spans.gather_every(2, 1).explode().cast(pl.Int64)
     with open_input(path) as stream:
         try:
-            frame = pl.read_parquet(stream, columns=["row_sha256", "input_ids", "label_spans"])
+            frame = pl.read_parquet(stream, columns=["row_sha256", "input_ids", "label_spans", "labels"])
             sums = frame.select(
                 tokens=pl.col("input_ids").list.len().cast(pl.Int64).sum(),
                 # no token comes before the first one, so that one is never predicted
                 supervised=ends.sum() - begins.clip(1).sum(),
             )
+            differing = row_whose_labels_differ(frame)
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
             raise KilnError("KLN206", f"{path.name} is no admitted corpus: {printable(error)}") from None
+    if differing is not None:
+        name = printable(frame["row_sha256"][differing])
+        raise KilnError("KLN206", f"{path.name}: labels of row {differing + 1} ({name}) are not those of label_spans")
     return _Rows(frame["row_sha256"].to_list(), *sums.row(0))
 
 

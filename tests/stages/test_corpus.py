@@ -8,10 +8,23 @@ from typing import Any
 
 import polars as pl
 import pytest
-from kiln_stages.admitting.corpus import AdmittedRow, read_corpus, write_corpus
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kiln_stages.admitting.corpus import (
+    CONTEXT_LABEL,
+    AdmittedRow,
+    _admitted_row,
+    read_corpus,
+    row_whose_labels_differ,
+    write_corpus,
+)
+from kiln_stages.verify_receipt import _read_rows
 
 from kiln_cli.errors import KilnError
+from kiln_cli.files import hash_file
+from kiln_cli.receipts import FileRef
 
+LIST = pl.List(pl.Int32)
 ROWS = [
     AdmittedRow(
         row_index=1,
@@ -74,6 +87,55 @@ DAMAGES: dict[str, tuple[Callable[[pl.DataFrame], pl.DataFrame], str]] = {
     "no labels at all": (lambda frame: frame.drop("labels"), "labels"),
     "labels of another type": (lambda frame: frame.cast({"labels": pl.List(pl.Int64)}), "its columns are"),
 }
+
+
+# Those that leave the columns whole: the check that asks many rows at once must see them too.
+OF_ONE_ROW = [name for name in DAMAGES if not name.startswith(("a null", "no labels", "labels of", "a span without"))]
+
+
+@pytest.mark.parametrize("damage", OF_ONE_ROW)
+def test_many_rows_at_once_are_asked_the_same(corpus: Path, damage: str) -> None:
+    frame = pl.read_parquet(corpus)
+    assert row_whose_labels_differ(frame) is None
+    place = row_whose_labels_differ(DAMAGES[damage][0](frame))
+    assert place == (1 if damage in ("one label too few", "a span beyond the row") else 0)
+
+
+def test_verify_receipt_refuses_them_too_where_all_digests_agree(corpus: Path) -> None:
+    """As a forger would leave it: the file is the one that the manifest names."""
+
+    def read() -> object:
+        digest, size = hash_file(corpus)
+        ref = FileRef(path=corpus.name, base="run", kind="corpus", sha256=digest, bytes=size, rows=2)
+        return _read_rows(corpus.parent, ref)
+
+    assert read() == ([row.row_sha256 for row in ROWS], 8, 4)
+    DAMAGES["one label too few"][0](pl.read_parquet(corpus)).write_parquet(corpus)
+    with pytest.raises(KilnError, match=r"labels of row 2 \(sha256:bbb.* are not those of label_spans") as caught:
+        read()
+    assert caught.value.code == "KLN206"
+
+
+@example([1, 2, 3, 1], [0, 2, 1, 3], [1, 2, 3, 1], False)  # spans that overlap, and as many labels as they have tokens
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.lists(st.integers(-1, 7), min_size=2, max_size=4).filter(lambda edges: len(edges) % 2 == 0),
+    st.lists(st.integers(0, 3) | st.just(CONTEXT_LABEL), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_both_checks_agree_on_any_row(ids: list[int], edges: list[int], labels: list[int], sound: bool) -> None:
+    if sound:
+        edges, labels = sorted(edges), [CONTEXT_LABEL] * len(ids)
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            labels[max(start, 0) : end] = ids[max(start, 0) : end]
+    columns = {"input_ids": ids, "label_spans": edges, "labels": labels}
+    try:
+        _admitted_row(Path("a"), {"row_index": 1, "line": 1, "example_id": None, "row_sha256": "", **columns})
+        expected = None
+    except KilnError:
+        expected = 0
+    frame = pl.DataFrame({name: [value] for name, value in columns.items()}, schema=dict.fromkeys(columns, LIST))
+    assert row_whose_labels_differ(frame) == expected
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

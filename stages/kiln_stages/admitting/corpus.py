@@ -289,6 +289,37 @@ def _admitted_row(path: Path, columns: dict[str, Any]) -> AdmittedRow:
     return row
 
 
+def row_whose_labels_differ(frame: pl.DataFrame) -> int | None:
+    """The first row (from 0) of input_ids, label_spans and labels in which the last does not follow from the others.
+
+    The columns hold no null. What :func:`read_corpus` asks of each row in Python, asked of many at once.
+    """
+    import polars as pl
+
+    places = frame.select("input_ids", "label_spans", "labels").with_row_index("row")
+    edges = pl.col("label_spans").list
+    length, labelled = pl.col("input_ids").list.len(), pl.col("labels").list.eval(pl.element() != CONTEXT_LABEL).list
+    spans = (
+        places.select("row", "labels", tokens=length, start=edges.gather_every(2), end=edges.gather_every(2, 1))
+        .explode("start", "end")
+        .with_columns(pl.col("start", "end").cast(pl.Int64))
+    )
+    size = pl.col("end") - pl.col("start")
+    gap = pl.col("labels").list.slice(pl.col("start"), size).list.contains(CONTEXT_LABEL)
+    disorder = edges.diff().list.drop_nulls().list.min() < 0
+    totals = places.join(spans.group_by("row").agg(total=size.sum()), on="row", how="left")
+    # The spans follow one another within the row; they have as many tokens as there are labels, and none without one.
+    faults = [
+        spans.filter(gap | (pl.col("start") < 0) | (pl.col("end") > pl.col("tokens"))),
+        totals.filter(disorder | (length != pl.col("labels").list.len()) | (labelled.sum() != pl.col("total"))),
+    ]
+    if not (found := [row for fault in faults for row in fault["row"].head(1)]):
+        tokens = places.select("row", "input_ids", "labels").explode("input_ids", "labels")
+        wrong = (pl.col("labels") != CONTEXT_LABEL) & (pl.col("labels") != pl.col("input_ids"))
+        found = tokens.filter(wrong)["row"].head(1).to_list()
+    return min(found, default=None)
+
+
 def _no_corpus(path: Path, why: str) -> KilnError:
     message = f"{printable(path)} is no admitted corpus: {printable(why)}"
     return KilnError("KLN206", message, hint="run `kiln admit` again")
