@@ -229,7 +229,10 @@ REFUSED_KEYS = {
     ),
     **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "native_online_lora_v1 does not clip gradients"),
     **dict.fromkeys(("lora_dropout", "dropout"), "native_online_lora_v1 has no dropout"),
-    **dict.fromkeys(("packing", "max_sequence_length", "truncation"), "rows are never packed or cut"),
+    **dict.fromkeys(
+        ("packing", "padding", "padding_free", "max_length", "max_seq_length", "max_sequence_length", "truncation"),
+        "rows are never packed, padded or cut",
+    ),
     **dict.fromkeys(
         ("detect_anomaly", "grad_checkpoint_segments", "adapter_smoke_test", "base_adapter", "train_mtp"),
         "not built in this version",

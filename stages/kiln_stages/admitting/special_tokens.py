@@ -8,7 +8,7 @@ model's own, every marker that the template prints must be one token.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
@@ -28,11 +28,10 @@ def require_markers(contract: Contract) -> None:
     if contract.choice.source == contract.files.chat_template:
         return  # the model's own: what its template prints is what it was trained on
     template, tokenizer = contract.finder.template, contract.tokenizer
-    rendered = list(_probes(template))
-    missing = _missing(rendered, tokenizer, set(contract.files.special_tokens.values()))
+    missing = missing_marker(template, tokenizer, contract.files.special_tokens.values())
     if missing is None:
         return
-    example = max(rendered, key=len)
+    example = max(_probes(template), key=len)
     parts = ", ".join(repr(part) for part in tokenizer.pieces(missing))
     name = printable(template.name)
     raise KilnError(
@@ -56,8 +55,12 @@ def _probes(template: ChatTemplate) -> Iterator[str]:
                 continue
 
 
-def _missing(rendered: list[str], tokenizer: RowTokenizer, special_texts: set[str]) -> str | None:
-    printed = "\n".join(rendered)
+def missing_marker(template: ChatTemplate, tokenizer: RowTokenizer, special_texts: Iterable[str]) -> str | None:
+    """The first marker or special text that the template prints and the tokenizer splits, None where there is none.
+
+    A template that refuses the plainest conversations prints nothing here; it will refuse the rows, too.
+    """
+    printed = "\n".join(_probes(template))
     markers = {*_MARKER.findall(printed), *(text for text in special_texts if text and text in printed)}
     bracketed = set(_BRACKETED.findall(printed))
     if any(len(tokenizer.pieces(marker)) == 1 for marker in bracketed):
