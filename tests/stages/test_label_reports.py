@@ -65,7 +65,7 @@ def test_m7_a_marker_that_tokenises_otherwise_in_its_place(phi3: RowTokenizer) -
     alone = phi3.pieces("\n### Assistant:")
     assert alone != phi3.pieces("Hello\n### Assistant:")[1:]  # the trap: a search by ids would not find it
     # The space before the answer is the header's and one token with the answer's first letters, so the row is told.
-    with pytest.raises(RowFault, match="'▁Hi'|' Hi'") as error:
+    with pytest.raises(RowFault, match="the token ' Hi'") as error:
         phi3.encode(rendered.text, rendered.spans, rendered.content_spans)
     assert error.value.reason == "boundary_straddle"
     bare = LabelFinder(ChatTemplate(source.replace(": '", ":\n'"), "hashes")).find([user("Hello"), says("Hi")])
