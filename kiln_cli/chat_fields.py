@@ -48,6 +48,8 @@ def tools(value: object, pointer: str = "/tools") -> list[Any] | None:
 def tool_calls(value: object, pointer: str) -> list[dict[str, Any]]:
     """The calls of one object with name and arguments, of an array of these, or of a text that holds either."""
     parsed = _parsed(value, pointer) if isinstance(value, str) else value
+    if parsed == []:
+        raise RowFault("invalid_json", f"missing_field: {pointer} holds no call", pointer)
     if isinstance(parsed, list):
         return [_call(call, f"{pointer}/{index}") for index, call in enumerate(parsed)]
     return [_call(parsed, pointer)]

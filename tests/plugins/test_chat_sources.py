@@ -314,6 +314,7 @@ REFUSED: list[tuple[Source, dict[str, Any], str, str]] = [
         "wrong_type",
         "/conversations/0/value",
     ),
+    (SHAREGPT, conversation(turn("function_call", "[]")), "missing_field", "/conversations/0/value"),
     (SHAREGPT, conversation(turn("human"), tools="{"), "text_not_json", "/tools"),
     (SHAREGPT, conversation(turn("human"), tools="{}"), "wrong_type", "/tools"),
     (SHAREGPT, conversation(turn("human"), tools=0), "wrong_type", "/tools"),
