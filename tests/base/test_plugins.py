@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
@@ -291,7 +290,9 @@ def test_order_does_not_depend_on_who_comes_first(install: Install, monkeypatch:
     assert expected.drop_reasons.names()[-3:] == ["bb", "cc", "aa"]
     found = list(importlib.metadata.distributions())
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: iter(found[::-1]))
-    for order in itertools.islice(itertools.permutations(BUILT_IN), 0, None, 17):
+    # Each module once in each place, behind each of the others and before it.
+    orders = [modules[at:] + modules[:at] for modules in (BUILT_IN, BUILT_IN[::-1]) for at in range(len(BUILT_IN))]
+    for order in orders:
         monkeypatch.setattr(plugins_module, "BUILT_IN", order)
         again = load_plugins()
         for kind in ("sources", "templates", "losses", "drop_reasons"):
