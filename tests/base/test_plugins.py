@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
