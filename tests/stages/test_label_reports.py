@@ -64,14 +64,15 @@ def test_m7_a_marker_that_tokenises_otherwise_in_its_place(phi3: RowTokenizer) -
     assert [rendered.text[start:end] for start, end in rendered.spans] == ["Hi", "y"]
     alone = phi3.pieces("\n### Assistant:")
     assert alone != phi3.pieces("Hello\n### Assistant:")[1:]  # the trap: a search by ids would not find it
-    # The space before the answer is the header's and one token with the answer's first letters, so the row is told.
-    with pytest.raises(RowFault, match="the token ' Hi'") as error:
-        phi3.encode(rendered.text, rendered.spans, rendered.content_spans)
+    encoded = phi3.encode(rendered.text, rendered.spans, rendered.content_spans)
+    pieces = phi3.pieces(rendered.text)
+    assert [pieces[first:last] for first, last in encoded.label_spans] == [["▁Hi"], ["▁y"]]
+    # A space that the row's own text ends in is no matter of spelling.
+    open_end = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "bare")
+    row = LabelFinder(open_end).find([user("Hello "), says("Hi")])
+    with pytest.raises(RowFault, match="the token ' Hi' crosses the start") as error:
+        phi3.encode(row.text, row.spans, row.content_spans)
     assert error.value.reason == "boundary_straddle"
-    bare = LabelFinder(ChatTemplate(source.replace(": '", ":\n'"), "hashes")).find([user("Hello"), says("Hi")])
-    encoded = phi3.encode(bare.text, bare.spans, bare.content_spans)
-    [(first, last)] = encoded.label_spans
-    assert phi3.pieces(bare.text)[first:last] == ["Hi"]
 
 
 def test_p5_a_closing_tag_that_the_template_leaves_an_orphan() -> None:

@@ -38,6 +38,11 @@ class TokenBytes:
         """Whether the ids of a text tell the bytes of each token without offsets, and a decoder puts nothing in."""
         return self.byte_level and self.prefix == "none" and not self.greedy
 
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether the space before a word is a matter of spelling: ``▁Hi`` alone decodes to ``Hi``."""
+        return not self.byte_level and self.prefix != "none"
+
     def parts(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of each token of ``text``, without what the tokenizer itself put in."""
         parts = [self.table[number] for number in ids]

@@ -108,7 +108,7 @@ class RowTokenizer:
         """
         whole = self._tokenizer.encode(text, add_special_tokens=False)
         told = self._by_decoding(text, spans, content_spans, whole.ids)
-        return told or self._labelled(text, spans, *self._placed(text, content_spans, whole, control))
+        return told or self._labelled(text, spans, content_spans, *self._placed(text, content_spans, whole, control))
 
     def encode_batch(self, rows: Sequence[RenderedText], control: Control = "text") -> list[Encoded | RowFault]:
         """As :meth:`encode`, for many rows at once; a row that fails gives its fault in its place."""
@@ -123,7 +123,7 @@ class RowTokenizer:
         text, spans, content_spans = row.text, row.spans, row.content_spans
         try:
             if not self._ids_tell:
-                return self._labelled(text, spans, *self._placed(text, content_spans, whole, control))
+                return self._labelled(text, spans, content_spans, *self._placed(text, content_spans, whole, control))
             told = self._by_decoding(text, spans, content_spans, whole.ids)
             return told or self.encode(text, spans, content_spans, control)
         except RowFault as fault:
@@ -226,13 +226,15 @@ class RowTokenizer:
             )
         return plain, places
 
-    def _labelled(self, text: str, spans: Spans, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+    def _labelled(
+        self, text: str, spans: Spans, content_spans: Spans, ids: list[int], offsets: list[tuple[int, int]]
+    ) -> Encoded:
         self._require_one_beginning(ids)
         if self._bytes is None:
             _require_cover(text, offsets)
             label_spans = _by_offsets(text, spans, offsets)
         else:
-            label_spans = _by_token_bytes(self._bytes, text, spans, ids, offsets)
+            label_spans = _by_token_bytes(self._bytes, text, spans, content_spans, ids, offsets)
         told = _ranges_by_offsets(spans, offsets)
         if told != label_spans:
             raise RowFault("mask_disagreement", f"labelled tokens are {label_spans} by length, {told} by offset")
@@ -252,15 +254,36 @@ class RowTokenizer:
 
 
 def _by_token_bytes(
-    table: TokenBytes, text: str, spans: Spans, ids: list[int], offsets: list[tuple[int, int]]
+    table: TokenBytes, text: str, spans: Spans, content_spans: Spans, ids: list[int], offsets: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     parts, read = table.parts(text, ids, offsets), table.normal_form(text)
     if read == text:
-        return _by_bytes(text, spans, parts)
+        try:
+            return _by_bytes(text, spans, parts)
+        except RowFault as fault:
+            if fault.reason != "boundary_straddle" or not table.drops_first_space:
+                raise
+        return _by_bytes(text, _with_first_spaces(text, spans, content_spans, parts), parts)
     # The tokenizer composes accents: its tokens hold that form of the text, and offsets say where in the text.
     if b"".join(parts) != read.encode("utf-8"):
         raise _loss(read, parts)
     return _by_offsets(text, spans, offsets)
+
+
+def _with_first_spaces(text: str, spans: Spans, content_spans: Spans, parts: list[bytes]) -> list[tuple[int, int]]:
+    """Spans that no token edge fits, with the one space of the template's before them.
+
+    Such a tokenizer spells that space with the word behind it, and decodes the word without it.
+    """
+    out = []
+    for start, end in spans:
+        try:
+            _by_bytes(text, [(start, end)], parts)
+        except RowFault:
+            given = any(left < start <= right for left, right in content_spans)
+            start -= text[start - 1 : start] == " " and not given
+        out.append((start, end))
+    return out
 
 
 def _by_offsets(text: str, spans: Spans, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
