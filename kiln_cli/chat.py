@@ -122,7 +122,10 @@ def raw_row_sha256(text: bytes) -> str:
 def _message(value: object, at: str, ignored: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise misfit(at, "an object", value)
-    normal: dict[str, Any] = {"role": _string(value, "role", at), "content": _content(value.get("content"), at)}
+    role, content = value.get("role"), value.get("content")
+    if len(value) == 2 and type(role) is str and type(content) is str:
+        return {"role": role, "content": content}  # nothing else to read, as in most messages
+    normal: dict[str, Any] = {"role": _string(value, "role", at), "content": _content(content, at)}
     calls = value.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):

@@ -47,6 +47,8 @@ class Domain(StrEnum):
 
 HASH_PATTERN = re.compile(r"sha256:[0-9a-f]{64}\Z")
 
+# The first pattern is fast and rules out most texts, the second most others.
+_E_AND_DIGIT = re.compile(rb"e[0-9]")
 _EXPONENT_MAYBE = re.compile(rb"(?:^|[:\[,])-?[0-9]+(?:\.[0-9]+)?e[0-9]")
 # msgspec leaves out the plus of `1e+16`. Doubles from the strict parser are marked and written whole; for others a
 # pattern finds the place, strings matched whole so that only numbers change. msgspec also writes null for NaN.
@@ -74,7 +76,8 @@ def canonical_json(value: Any) -> bytes:
     encoded: bytes = _encode(value)
     if b"null" in encoded:
         _require_finite(msgspec.to_builtins(value, enc_hook=float))
-    return _with_plus(encoded) if _EXPONENT_MAYBE.search(encoded) else encoded
+    suspect = _E_AND_DIGIT.search(encoded) and _EXPONENT_MAYBE.search(encoded)
+    return _with_plus(encoded) if suspect else encoded
 
 
 def canonical_parsed(value: Any) -> bytes:
