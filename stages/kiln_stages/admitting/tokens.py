@@ -309,7 +309,7 @@ def _by_bytes(text: str, spans: Spans, parts: list[bytes]) -> list[tuple[int, in
         first, last = bisect_right(ends, left), bisect_left(ends, right) + 1
         while first and not parts[first - 1]:
             first -= 1  # a space that the tokenizer put before the text is written with the text
-        if b"".join(parts[first:last]) != encoded[left:right]:
+        if (ends[first - 1] if first else 0) != left or ends[last - 1] != right:
             early = ends[first] - len(parts[first]) < left
             crossing = parts[first if early else last - 1].decode("utf-8", "replace")
             raise _straddle(crossing, "start" if early else "end", text[start:end])
