@@ -16,9 +16,10 @@ import typer
 from kiln_cli.errors import Exit, KilnError
 from kiln_cli.files import write_file
 from kiln_cli.plugins import Plugins, load_plugins
-from kiln_cli.terminal import terminal
+from kiln_cli.terminal import SILENT, Progress, terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import build_contract, load_terms
+from kiln_stages.admitting.model_files import TemplateChoice
 from kiln_stages.seeing import trail
 from kiln_stages.seeing.differences import Differences, differences, differences_page
 from kiln_stages.seeing.html_page import html_page
@@ -39,6 +40,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """A row as admitted. ``spans``: trained characters of ``text``, ends excluded; token texts, joined, are ``text``.
 
+    ``element``: the row is part of something larger (an array, a table), and ``line`` counts the parts.
     ``rejected`` is None for a kept row. ``text`` is None where the template prints nothing for a rejected row.
     ``proven``: the labels are; those of a rejected row may not be. ``same_as``: other rows of the same hash.
     """
@@ -48,6 +50,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     row_index: int
     path: str
     line: int
+    element: bool
     example_id: str | None
     row_sha256: str
     template: str
@@ -84,7 +87,9 @@ def command(
     if diff is not None:
         if Path(diff).is_file():
             diff = str(Path(diff).resolve())  # else it is a name, or a path that counts from the config's directory
-        found = run_differences(run_directory, diff, load_plugins(), split=split or "corpus", limit=limit)
+        found = run_differences(
+            run_directory, diff, load_plugins(), split=split or "corpus", limit=limit, progress=terminal
+        )
         if json:
             terminal.json_data(found)
         else:
@@ -117,28 +122,36 @@ def run(run_directory: Path, text: str, plugins: Plugins, *, split: Split | None
         by_place = selector.line is not None or selector.row is not None
         wanted = split or ("corpus" if by_place else None)
         offered = (row for row in trail.offered_rows(run_directory, admitted.manifest) if wanted in (None, row.split))
-        searched = [f"{name} ({source.path})" for name, source in admitted.inputs.items() if wanted in (None, name)]
+        searched = [f"{name}: {source.path}" for name, source in admitted.inputs.items() if wanted in (None, name)]
+        if admitted.manifest.previous is not None:
+            searched.append("not the rows that prepare dropped or left unused: `kiln why` tells of those")
         rows = select(selector, offered, searched).rows
         incoming = admitted.row(rows[0].split, rows[0].row_index)
         outcome = outcome_of(admitted.contract, incoming)
         require_same_outcome(admitted, rows[0], incoming, outcome)
         choice = admitted.contract.choice
-        return _inspection(rows, outcome, choice.name, choice.sha256)
+        return _inspection(rows, outcome, incoming.record.element, choice)
 
 
 def run_differences(
-    run_directory: Path, template: str, plugins: Plugins, *, split: Split = "corpus", limit: int = 10
+    run_directory: Path,
+    template: str,
+    plugins: Plugins,
+    *,
+    split: Split = "corpus",
+    limit: int = 10,
+    progress: Progress = SILENT,
 ) -> Differences:
     """The rows of a split that change under another template. Raises KilnError as :func:`run` does."""
     with ExitStack() as stack:
         admitted = open_admitted(run_directory, plugins, stack)
-        contract = build_contract(admitted.config, load_terms(admitted.config, plugins, template))
-        return differences(admitted, contract, plugins, split, limit)
+        other = build_contract(admitted.config, load_terms(admitted.config, plugins, template))
+        return differences(admitted, other, plugins, split, limit, progress)
 
 
 def header(shown: Inspection) -> Header:
     """The facts above a row."""
-    facts = [("from", f"{shown.path}, line {shown.line}")]
+    facts = [("from", f"{shown.path}, {'row' if shown.element else 'line'} {shown.line}")]
     facts += [("example id", shown.example_id)] if shown.example_id is not None else []
     facts += [("hash", shown.row_sha256), ("template", f"{shown.template} ({shown.template_sha256[:19]}…)")]
     if shown.rejected is not None:
@@ -160,17 +173,18 @@ def _tokens(shown: Inspection) -> str:
     return f"{len(shown.tokens)}, " + (f"{supervised} labelled, not proven" if shown.spans else "labels not found")
 
 
-def _inspection(rows: list[Offered], outcome: Outcome, template: str, template_sha256: str) -> Inspection:
+def _inspection(rows: list[Offered], outcome: Outcome, element: bool, template: TemplateChoice) -> Inspection:
     row, fault = rows[0], outcome.fault
     return Inspection(
         split=row.split,
         row_index=row.row_index,
         path=row.path,
         line=row.line,
+        element=element,
         example_id=row.example_id,
         row_sha256=row.row_sha256,
-        template=template,
-        template_sha256=template_sha256,
+        template=template.name,
+        template_sha256=template.sha256,
         rejected=Fault(code=fault.reason, detail=fault.detail, pointer=fault.pointer) if fault is not None else None,
         notes=list(outcome.notes),
         same_as=[other.row_index for other in rows[1:]],

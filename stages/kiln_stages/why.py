@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated
 
 import msgspec
@@ -31,6 +31,8 @@ from kiln_stages.seeing.journey import (
 )
 from kiln_stages.seeing.raw_rows import open_raw_files
 from kiln_stages.seeing.selectors import parse
+
+TABLES = ("parquet", "datasets directory")  # their rows have no bytes of their own
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,8 @@ def _block(journey: Journey) -> str:
         stages.append(("admit", list(_admit(journey.admit))))
     if journey.train is not None:
         stages.append(("train", list(_train(journey.train))))
-    name = journey.example_id or f"{journey.raw.path}:{journey.raw.line}"
+    raw = journey.raw
+    name = journey.example_id or f"{PurePath(raw.path).name}, row {raw.row_index}"
     lines = [printable(name)]
     for stage, (first, *rest) in stages:
         lines += [f"  {stage:<9}{first}", *(f"  {'':<9}{line}" for line in rest)]
@@ -98,20 +101,24 @@ def _block(journey: Journey) -> str:
 
 
 def _raw(part: RawPart) -> Iterator[str]:
-    place = printable(part.path)
-    if part.line is not None:
-        place += f", line {part.line}"
-    if part.row_index is not None and part.row_index != part.line:
-        place += f" (row {part.row_index})"
-    if part.offset is not None and part.length is not None:
-        place += f", bytes {part.offset} to {part.offset + part.length}"
-    yield place
+    yield printable(part.path) + _place(part)
     if part.row_sha256 is not None:
         yield part.row_sha256
     if part.excerpt is not None:
-        yield printable(part.excerpt, 2 * len(part.excerpt))
+        excerpt = part.excerpt if part.packing == "lines" else " ".join(part.excerpt.split())
+        yield printable(excerpt, 2 * len(excerpt) + 1)
     if part.fault:
         yield f"the file is not read: {printable(part.fault)}"
+
+
+def _place(part: RawPart) -> str:
+    """Line, row and bytes, as far as they are known and mean something."""
+    place = f", line {part.line}" if part.line is not None else ""
+    if part.row_index is not None and part.row_index != part.line:
+        place += f" (row {part.row_index})" if place else f", row {part.row_index}"
+    if part.offset is not None and part.length is not None and part.packing not in TABLES:
+        place += f", bytes {part.offset} to {part.offset + part.length}"
+    return place + (f" ({part.packing})" if part.packing != "lines" else "")
 
 
 def _prepare(part: PreparePart) -> Iterator[str]:

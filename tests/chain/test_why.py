@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -319,6 +321,90 @@ def test_equal_rows_share_a_hash_and_are_both_told(chats: Path, kiln: Kiln) -> N
     first, last = why(kiln, chats, corpus(chats)[0]["row_sha256"][:20])
     assert (first["raw"]["line"], last["raw"]["line"]) == (1, 5)
     assert first["admit"]["row_sha256"] == last["admit"]["row_sha256"]
+
+
+def test_rows_that_were_handed_over(tmp_path: Path, tiny_model: Path, kiln: Kiln) -> None:
+    """They are kept in the run, so they have lines there."""
+    rows = [line for line in CHATS.decode().split("\n") if line.startswith("{")]
+    done = kiln("admit", "--row", rows[0], "--row", rows[1], "--model", tiny_model, "--out", tmp_path / RUN)
+    assert done.code == 0, done.err
+    found = only(kiln, tmp_path, "line:2")
+    assert found["raw"]["path"] == "admit/rows.jsonl" and found["raw"]["excerpt"] == rows[1]
+    assert found["raw"]["offset"] == len(rows[0]) + 1 and found["admit"]["outcome"] == "kept"
+
+
+def test_a_file_that_changed_since_it_was_admitted(chats: Path, kiln: Kiln) -> None:
+    (chats / "chats.jsonl").write_bytes(CHATS + b"\n")
+    found = only(kiln, chats, "row:3")
+    assert "changed after admission" in found["raw"]["fault"] and "excerpt" not in found["raw"]
+    assert found["raw"]["line"] == 4 and found["admit"]["outcome"] == "kept"
+
+
+# ---- packed files, and several of them
+
+TOOLS = json.dumps([{"name": "f", "description": "d", "parameters": {}}])
+ANSWERS = json.dumps([{"name": "f", "arguments": {}}])
+SPLITS = "[data]\nn_train = 2\nn_validation = 1\nn_test = 1\n"
+
+
+def raw_row(number: int, query: str = "", **more: object) -> dict[str, object]:
+    query = query or f"A sound question, number {number}"
+    return {"id": number, "query": query, "tools": TOOLS, "answers": ANSWERS, **more}
+
+
+def prepared(make_run: Callable[..., Path], kiln: Kiln, sources: str, files: dict[str, bytes]) -> Path:
+    root = make_run({"kiln.toml": 'schema = "kiln.config.v1"\n' + SPLITS + sources, **files})
+    done = kiln("prepare", root / "kiln.toml", "--out", root / RUN)
+    assert done.code == 0, done.err
+    return root
+
+
+@pytest.mark.parametrize("packing", ["gzip", "array", "gzip, array"])
+def test_rows_of_packed_files(make_run: Callable[..., Path], kiln: Kiln, packing: str) -> None:
+    """Bytes are those of the unpacked file; an element of an array has no line. A whole id goes before a place."""
+    texts = [json.dumps(raw_row(number), indent=1 if "array" in packing else None) for number in range(5)]
+    plain = "[\n" + ",\n".join(texts) + "\n]\n" if "array" in packing else "\n".join(texts) + "\n"
+    data = gzip.compress(plain.encode()) if "gzip" in packing else plain.encode()
+    root = prepared(make_run, kiln, '[[datasets]]\npath = "r.data"\n', {"r.data": data})
+    found = only(kiln, root, "r.data:3")
+    raw = found["raw"]
+    assert (
+        raw["row_index"] == 4 and raw["packing"] == packing and raw.get("line") == (None if "array" in packing else 4)
+    )
+    start = plain.index(texts[3])
+    assert raw["offset"] <= start < start + len(texts[3]) <= raw["offset"] + raw["length"]
+    text = kiln("why", root / RUN, "r.data:3").out
+    assert f"r.data, {'row' if 'array' in packing else 'line'} 4, bytes" in text and f"({packing})" in text
+
+
+def test_rows_of_a_table_have_no_bytes(make_run: Callable[..., Path], kiln: Kiln) -> None:
+    buffer = io.BytesIO()
+    pl.DataFrame([raw_row(number) for number in range(5)]).write_parquet(buffer)
+    root = prepared(make_run, kiln, '[[datasets]]\npath = "r.parquet"\n', {"r.parquet": buffer.getvalue()})
+    assert only(kiln, root, "row:2")["example_id"] == "r:1"
+    text = kiln("why", root / RUN, "row:2").out
+    assert "r.parquet, row 2 (parquet)\n" in text and "bytes" not in text
+
+
+def test_pairs_are_told_with_their_root_rows(make_run: Callable[..., Path], kiln: Kiln) -> None:
+    """Two languages: a row of either file is found, and a line of both is refused."""
+    root_rows = [raw_row(number) for number in range(4)]
+    pairs = [raw_row(10 + n, f"Une question sans faute, {n}", of=n) for n in (0, 1, 9)]
+    pairs.append(raw_row(20, "Encore une question pour la meme", of=0))
+    sources = '[[datasets]]\nlanguage = "en"\npath = "en.jsonl"\n[[datasets]]\nlanguage = "fr"\npath = "fr.jsonl"\n'
+    files = {name: "".join(json.dumps(row) + "\n" for row in rows).encode() for name, rows in
+             (("en.jsonl", root_rows), ("fr.jsonl", pairs))}  # fmt: skip
+    root = prepared(make_run, kiln, sources + 'source_id_column = "of"\n', files)
+    kept = only(kiln, root, "fr:10")
+    assert kept["raw"]["path"] == "fr.jsonl" and kept["prepare"]["pair_of"] == "en:0"
+    assert kept["prepare"]["split"] == only(kiln, root, "en:0")["prepare"]["split"]
+    missing = only(kiln, root, "fr.jsonl:3")
+    assert missing["prepare"]["reason"] == "missing_source_example" and "first" not in missing["prepare"]
+    again = only(kiln, root, "fr:20")
+    assert again["prepare"]["reason"] == "duplicate_source_example"
+    assert again["prepare"]["first"] == {"path": "fr.jsonl", "row_index": 1, "line": 1, "example_id": "fr:10"}
+    both = why(kiln, root, "line:3")
+    assert [row["raw"]["path"] for row in both] == ["en.jsonl", "fr.jsonl"]
 
 
 # ---- what people read

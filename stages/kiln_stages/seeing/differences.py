@@ -14,7 +14,7 @@ import msgspec
 
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins
-from kiln_cli.terminal import table
+from kiln_cli.terminal import SILENT, Progress, Task, table
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import RejectedDetail
 from kiln_stages.admitting.contract import Contract
@@ -97,7 +97,9 @@ class _Written(NamedTuple):
     spans: list[tuple[int, int]] | None
 
 
-def differences(admitted: Admitted, other: Contract, plugins: Plugins, split: str, limit: int) -> Differences:
+def differences(
+    admitted: Admitted, other: Contract, plugins: Plugins, split: str, limit: int, progress: Progress = SILENT
+) -> Differences:
     """Compares every row of a split. Raises KilnError KLN201 for a split that the run does not have."""
     if split not in admitted.inputs:
         known = ", ".join(admitted.inputs)
@@ -107,7 +109,9 @@ def differences(admitted: Admitted, other: Contract, plugins: Plugins, split: st
     with ExitStack() as stack:
         inputs = open_again(admitted.config, admitted.run, plugins, other, admitted.manifest, stack)
         source = next(source for source in inputs if source.split == split)
-        for was, now in zip(_written(admitted, split), _judged(source, other, stack), strict=True):
+        rows = admitted.manifest.counts[split]["rows_read"]
+        task = stack.enter_context(progress.task(f"compare: {split}", rows, "rows"))
+        for was, now in zip(_written(admitted, split), _judged(source, other, task, stack), strict=True):
             kind = _kind(was, now)
             counts[kind] += 1
             if kind not in EQUAL and len(shown) < limit:
@@ -129,11 +133,14 @@ def _name(contract: Contract, source: RowsInput) -> TemplateName:
     return TemplateName(name=contract.choice.name, sha256=contract.choice.sha256, tools=mode)
 
 
-def _judged(source: RowsInput, contract: Contract, stack: ExitStack) -> Iterator[AdmittedRow | RejectedDetail]:
+def _judged(
+    source: RowsInput, contract: Contract, task: Task, stack: ExitStack
+) -> Iterator[AdmittedRow | RejectedDetail]:
     """The outcomes of a source's rows in row order."""
     job = Job([source], contract.admission(source.source_reasons))
     workers = stack.enter_context(Workers(job, worker_count([source], None)))
     for part in judged_parts(job, 0, workers):
+        task.advance(part.rows)
         outcomes: list[AdmittedRow | RejectedDetail] = [*(row.unpacked() for row in part.kept), *part.rejected]
         yield from sorted(outcomes, key=lambda row: row.row_index)
 

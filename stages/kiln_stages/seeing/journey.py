@@ -12,11 +12,11 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import locate
-from kiln_cli.receipts import FileRef, StageManifest
+from kiln_cli.receipts import StageManifest
 from kiln_cli.records import Record
 from kiln_stages.preparing.emit import Rejected
-from kiln_stages.reading.sources import STDIN, json_lines
-from kiln_stages.reading.transports import open_plain
+from kiln_stages.reading.sources import json_lines
+from kiln_stages.reading.transports import Plain, open_plain
 from kiln_stages.seeing import trail
 from kiln_stages.seeing.raw_rows import ChatHash, RawFile, RawRow
 from kiln_stages.seeing.selectors import Selector, select
@@ -26,10 +26,12 @@ EXCERPT = 200  # characters of a raw row that are shown
 
 
 class RawPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a row stands. ``offset`` and ``length`` are bytes, of the unpacked file where it is packed. ``fault`` says
-    why the file could not be read again; the rest is then what evidence still knows."""
+    """Where a row stands. ``offset`` and ``length`` are bytes, of the unpacked file where it is packed; an element of
+    something larger (an array, a table) has no line. ``fault`` says why the file could not be read again; the rest is
+    then what evidence still knows."""
 
     path: str
+    packing: str = "lines"
     line: int | None = None
     row_index: int | None = None
     offset: int | None = None
@@ -285,9 +287,11 @@ def _raw_part(row: AnyRow) -> RawPart:
             row_sha256=next(iter(row.hashes), None) if row.row_index is not None else None,
             fault=row.fault,
         )
+    assert row.file.plain is not None
     return RawPart(
         path=row.path,
-        line=row.line,
+        packing=row.file.plain.packing,
+        line=row.line if not row.file.plain.elements else None,
         row_index=row.row_index,
         offset=row.offset,
         length=row.length,
@@ -365,34 +369,28 @@ def _train_part(run: Path, admit: StageManifest, row: Offered) -> TrainPart | No
 def _given_parts(run: Path, admit: StageManifest, rows: list[Offered]) -> dict[int, RawPart]:
     """The places of rows of a given file, by row number."""
     (ref,) = admit.inputs
-    fault = "it was standard input, which is not kept" if ref.path == STDIN else ""
-    found: dict[int, Record] = {}
+    wanted = {row.row_index for row in rows}
     try:
-        if not fault:
-            found = _records(locate(ref, run, admit), ref, {row.row_index for row in rows}, run)
+        with open_plain(locate(ref, run, admit), run) as plain:
+            sha256 = plain.sha256 or hash_file(locate(ref, run, admit))[0]
+            if sha256 != ref.sha256:
+                raise KilnError("KLN207", f"it changed after admission: sha256 is {sha256}, expected {ref.sha256}")
+            records = json_lines(LineReader(plain.stream, hashed=False), elements=plain.elements)
+            found = {record.row_index: record for record in records if record.row_index in wanted}
+            return {row.row_index: _given_part(row, found.get(row.row_index), plain) for row in rows}
     except KilnError as error:
-        fault = error.message
-    parts = {}
-    for row in rows:
-        record = found.get(row.row_index)
-        known = record or row.fault
-        parts[row.row_index] = RawPart(
-            path=ref.path,
-            line=row.line,
-            row_index=row.row_index,
-            offset=known.offset if known is not None else None,
-            length=known.length if known is not None else None,
-            excerpt=_excerpt(record.text) if record is not None else None,
-            fault=fault,
-        )
-    return parts
+        return {row.row_index: _given_part(row, None, None, error.message) for row in rows}
 
 
-def _records(path: Path, ref: FileRef, wanted: set[int], scratch: Path) -> dict[int, Record]:
-    """Some rows of a file of chat rows. Raises KilnError KLN207 where it is not the one that was admitted."""
-    with open_plain(path, scratch) as plain:
-        sha256 = plain.sha256 or hash_file(path)[0]
-        if sha256 != ref.sha256:
-            raise KilnError("KLN207", f"it changed after admission: sha256 is {sha256}, expected {ref.sha256}")
-        records = json_lines(LineReader(plain.stream, hashed=False), elements=plain.elements)
-        return {record.row_index: record for record in records if record.row_index in wanted}
+def _given_part(row: Offered, record: Record | None, plain: Plain | None, fault: str = "") -> RawPart:
+    known = record or row.fault
+    return RawPart(
+        path=row.path,
+        packing=plain.packing if plain is not None else "lines",
+        line=row.line if plain is None or not plain.elements else None,
+        row_index=row.row_index,
+        offset=known.offset if known is not None else None,
+        length=known.length if known is not None else None,
+        excerpt=_excerpt(record.text) if record is not None else None,
+        fault=fault,
+    )

@@ -18,7 +18,7 @@ from kiln_cli.text import printable
 
 SHORTEST_HASH = 4  # hex digits that stand for a hash without "sha256:" before them
 LISTED = 10
-EXACT, BY_NUMBER, BY_BEGINNING = range(3)
+EXACT, SHORT, BEGINNING = range(3)
 
 _HASH = re.compile(r"(sha256:)?([0-9a-f]{1,64})", re.IGNORECASE)
 _PLACE = re.compile(r"(.+):([0-9]{1,18})", re.DOTALL)
@@ -53,28 +53,26 @@ class Selector(msgspec.Struct, frozen=True):
     digest: str | None = None
 
     def rank(self, row: Nameable) -> int | None:
-        """How the text fits a row: EXACT, BY_NUMBER or BY_BEGINNING; None where it does not."""
+        """How the text fits a row: EXACT (an id, a hash, line:N, row:N), SHORT (a line, the row's own id) or
+        BEGINNING; None where it does not."""
         if self.line is not None or self.row is not None:  # no id or hash is asked for: they take time to find
             wanted, found = (self.line, row.line) if self.line is not None else (self.row, row.row_index)
             return EXACT if wanted == found else None
-        if self._exactly(row):
+        if row.example_id == self.text or (self.digest is not None and f"sha256:{self.digest}" in row.hashes):
             return EXACT
+        if self._stands_there(row) or _own_id(row.example_id) == self.text:
+            return SHORT
         if self.number is not None:
-            return BY_NUMBER if self.number == row.line or _own_id(row.example_id) == self.text else None
-        if row.example_id is not None and _own_id(row.example_id) == self.text:
-            return BY_NUMBER
+            return None
         begins_hash = self.digest is not None and any(hash_[7:].startswith(self.digest) for hash_ in row.hashes)
         begins_id = row.example_id is not None and row.example_id.startswith(self.text)
-        return BY_BEGINNING if begins_hash or begins_id else None
+        return BEGINNING if begins_hash or begins_id else None
 
-    def _exactly(self, row: Nameable) -> bool:
-        if (
-            self.place is not None
-            and self.place[1] == row.line
-            and self.place[0] in (row.path, PurePath(row.path).name)
-        ):
-            return True
-        return row.example_id == self.text or (self.digest is not None and f"sha256:{self.digest}" in row.hashes)
+    def _stands_there(self, row: Nameable) -> bool:
+        if self.place is None:
+            return self.number is not None and self.number == row.line
+        path, line = self.place
+        return line == row.line and path in (row.path, PurePath(row.path).name)
 
 
 def parse(text: str) -> Selector:
