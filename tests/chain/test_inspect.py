@@ -15,6 +15,9 @@ from typing import Any
 import msgspec
 import polars as pl
 import pytest
+from kiln_stages.seeing.html_page import html_page
+from kiln_stages.seeing.page import Header
+from kiln_stages.seeing.shown_rows import Token
 from syrupy.assertion import SnapshotAssertion
 from tiny_model import CHATML, RUN, Kiln, Outcome
 
@@ -385,6 +388,21 @@ def test_the_page_holds_the_row_and_nothing_that_acts(chats: Path, tmp_path: Pat
         page.titles, ((p, t) for p, t in enumerate(found["tokens"]) if t["text"]), strict=True
     ):
         assert title == f"token {place}, id {token['id']}, {token['label']}"
+
+
+SCRIPT = "</span></pre><script>alert('1')</script>&lt;\"onload=\"x\x1b[2J\u202e"
+
+
+def test_whatever_the_page_is_given_stays_text() -> None:
+    """A whole tag in one token, in the title, in a fact and in the table of tokens."""
+    tokens = [Token(id=1, text=SCRIPT, label=label, control=label == "context") for label in ("context", "trained")]
+    header = Header(title=SCRIPT, facts=[(SCRIPT, SCRIPT), ("note", SCRIPT)])
+    data = html_page(header, tokens, ids=True)
+    page = read_page(data)
+    assert page.text == block(SCRIPT) * 2 and page.trained == block(SCRIPT)
+    assert "script" not in page.tags and not [name for name, _ in page.attributes if name == "onload"]
+    assert data.decode().count("&lt;script&gt;") == 2 + 3 + 2 + 2  # titles, facts, the row, the table
+    assert all(line.isprintable() for line in data.decode("utf-8").split("\n"))
 
 
 def test_the_page_tells_ids_when_asked(chats: Path, tmp_path: Path, kiln: Kiln) -> None:

@@ -15,7 +15,7 @@ from kiln_stages.training.order import epoch_order
 from syrupy.assertion import SnapshotAssertion
 from tiny_model import RUN, Kiln, raw_rows
 
-from kiln_cli.identity import Domain, domain_sha256
+from kiln_cli.identity import Domain, canonical_json, domain_sha256
 
 Copy = Callable[..., Path]
 ROWS = raw_rows()
@@ -271,6 +271,18 @@ def test_a_log_of_another_row_is_refused(finished: Path, copy_of: Copy, kiln: Ki
     assert first["row_sha256"] in done.err and second["row_sha256"] in done.err
 
 
+def test_a_log_in_another_order_is_refused(finished: Path, copy_of: Copy, kiln: Kiln) -> None:
+    """Two rows change places in the first epoch: each line names its own row, but the seed gives another order."""
+    project = copy_of(finished)
+    log = project / RUN / "train/metrics.jsonl"
+    steps = [json.loads(line) for line in log.read_bytes().splitlines()]
+    for name in ("row_index", "row_sha256"):
+        steps[0][name], steps[1][name] = steps[1][name], steps[0][name]
+    log.write_bytes(b"".join(canonical_json(step) + b"\n" for step in steps))
+    done = kiln("why", project / RUN, steps[0]["row_sha256"])
+    assert done.code == 2 and "KLN207" in done.err and "metrics.jsonl" in done.err
+
+
 def test_stages_that_ran_on_something_else_are_not_told(finished: Path, copy_of: Copy, kiln: Kiln) -> None:
     """Prepare again with another seed: admission and training are of the old splits."""
     project = copy_of(finished)
@@ -384,6 +396,20 @@ def test_rows_of_a_table_have_no_bytes(make_run: Callable[..., Path], kiln: Kiln
     assert only(kiln, root, "row:2")["example_id"] == "r:1"
     text = kiln("why", root / RUN, "row:2").out
     assert "r.parquet, row 2 (parquet)\n" in text and "bytes" not in text
+
+
+def test_the_hash_of_a_chat_row_is_not_that_of_a_dropped_row_with_its_id(
+    make_run: Callable[..., Path], tiny_model: Path, kiln: Kiln
+) -> None:
+    rows = [raw_row(number) for number in range(4)] + [raw_row(number, f"Another {number}") for number in range(4)]
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    root = prepared(
+        make_run, kiln, f'[[datasets]]\npath = "r.jsonl"\n[model]\npath = "{tiny_model}"\n', {"r.jsonl": data}
+    )
+    assert kiln("admit", root / "kiln.toml", "--out", root / RUN).code == 0
+    for kept in corpus(root):
+        assert [row["prepare"]["outcome"] for row in why(kiln, root, kept["example_id"])] == ["kept", "dropped"]
+        assert only(kiln, root, kept["row_sha256"])["prepare"]["outcome"] == "kept"
 
 
 def test_pairs_are_told_with_their_root_rows(make_run: Callable[..., Path], kiln: Kiln) -> None:
