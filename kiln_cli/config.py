@@ -126,6 +126,7 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     invalid_row_policy: Literal["fail", "skip"] = "fail"
     max_tokens: Annotated[int, Meta(ge=2)] | None = None
     control_tokens: Literal["text", "reject"] = "text"
+    unknown_markers: Literal["refuse", "text"] = "refuse"
     date: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
 
     def faults(self) -> Iterable[CrossFault]:

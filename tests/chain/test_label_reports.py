@@ -142,6 +142,9 @@ def test_m9_a_template_of_another_model_is_refused_before_any_row(bench: Bench) 
     assert "<|im_start|>user" in done.err
     assert "0 of " in done.err
     assert not (bench.root / "run" / "admit").exists()
+    meant = bench.admit([[u("q"), a("a")]], "--template", "chatml", "--set", "admit.unknown_markers=text")
+    assert meant.code == 0
+    assert bench.trained(bench.rows()[0]) == ["a<|im_end|>\n"]
     assert bench.admit([[u("q"), a("a")]]).code == 0  # its own template is taken at its word
 
 

@@ -25,8 +25,9 @@ _BRACKETED = re.compile(r"\[/?[A-Z][A-Z_]{2,32}\]")
 
 def require_markers(contract: Contract) -> None:
     """Raises KilnError KLN213 with the first marker that is not one token, and an example of what would be trained."""
-    if contract.choice.source == contract.files.chat_template:
-        return  # the model's own: what its template prints is what it was trained on
+    own = contract.choice.source == contract.files.chat_template  # what the model was trained on
+    if own or contract.settings.unknown_markers == "text":
+        return
     template, tokenizer = contract.finder.template, contract.tokenizer
     missing = missing_marker(template, tokenizer, contract.files.special_tokens.values())
     if missing is None:
@@ -39,8 +40,8 @@ def require_markers(contract: Contract) -> None:
         f"the chat template {name} prints {printable(missing)}, which the tokenizer has not as one token but as "
         f"{parts}\nan example of a row under it, of which 0 of {len(tokenizer.pieces(example))} tokens are admitted:\n"
         f"{printable(example, limit=2000)}",
-        hint='use the model\'s own template ([admit] template = "model"), or add the token to the tokenizer and train '
-        "its embedding",
+        hint='use the model\'s own template ([admit] template = "model"), or add the token to the tokenizer; '
+        '[admit] unknown_markers = "text" admits rows with the marker as ordinary tokens',
         details={"template": template.name, "token": missing, "example": example},
     )
 
