@@ -23,8 +23,8 @@ SHARED = ("phi3_training", "qwen2_5_training", "qwen3_training")
 # print a second begin-of-text token under this tokenizer.
 WHOLE = {"gptoss", "muse_glimmer", "idefics3", "smolvlm", "llava_next", "lfm2", "lfm2_v2"}
 # Codes of rows that TRL takes and kiln refuses. A token across an edge: TRL trains on all of it, header included. Text
-# that a template does not print: TRL trains without it.
-STRICTER = {"boundary_straddle", "template_lost_content", "template_ignores_tools", "mask_disagreement"}
+# that a template does not print: TRL trains without it. An empty think block before the row's own: TRL trains on both.
+STRICTER = {"boundary_straddle", "template_lost_content", "unbalanced_reasoning_tags", "mask_disagreement"}
 
 Ids = list[int]
 
