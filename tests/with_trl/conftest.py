@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer as a model directory, and rows admitted under it by any template."""
+"""SmolLM2's tokenizer as a model directory, with any template as its own, and rows admitted under it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import polars as pl
 import pytest
 from kiln_stages.training import determinism
 from tests_support import shared_path
+from tokenizers import AddedToken, Tokenizer
 from with_trl.chat_files import Row
 
 from kiln_cli import app
@@ -27,7 +28,8 @@ class Corpus(NamedTuple):
     refused: dict[int, str]
 
 
-Admit = Callable[[list[Row], str | Path], Corpus]
+Admit = Callable[[list[Row], Path], Corpus]
+ModelWith = Callable[..., Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,26 +37,33 @@ def _offline() -> None:
     determinism.go_offline()
 
 
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What admission reads of a model directory, without weights."""
-    directory, source = tmp_path_factory.mktemp("smollm2"), shared_path("data/tokenizers/smollm2")
-    (directory / "tokenizer.json").write_bytes(gzip.decompress((source / "tokenizer.json.gz").read_bytes()))
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        (directory / name).write_bytes((source / name).read_bytes())
-    (directory / "config.json").write_text("{}")
-    return directory
+@pytest.fixture
+def model_with(tmp_path: Path) -> ModelWith:
+    """``model_with(template, *markers)``: a model directory without weights, with SmolLM2's tokenizer and the markers
+    beside, and a template as the model's own."""
+
+    def make(template: Path, *markers: str) -> Path:
+        directory, source = tmp_path / "model", shared_path("data/tokenizers/smollm2")
+        directory.mkdir(exist_ok=True)
+        tokenizer = Tokenizer.from_str(gzip.decompress((source / "tokenizer.json.gz").read_bytes()).decode("utf-8"))
+        tokenizer.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+        tokenizer.save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_bytes())
+        (directory / "chat_template.jinja").write_bytes(template.read_bytes())
+        (directory / "config.json").write_text("{}")
+        return directory
+
+    return make
 
 
 @pytest.fixture
-def admit(smollm2: Path, tmp_path: Path) -> Admit:
-    """``admit(rows, template)``: one ``kiln admit`` of the rows as messages."""
+def admit(tmp_path: Path) -> Admit:
+    """``admit(rows, model)``: one ``kiln admit`` of the rows as messages."""
 
-    def call(rows: list[Row], template: str | Path) -> Corpus:
+    def call(rows: list[Row], model: Path) -> Corpus:
         file, out = tmp_path / "rows.jsonl", tmp_path / "run"
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        options = ["--file", file, "--source", "messages", "--model", smollm2, "--template", template, "--out", out]
-        options += ["--set", "admit.unknown_markers=text"]  # templates of models whose tokens SmolLM2 has not
+        options = ["--file", file, "--source", "messages", "--model", model, "--out", out]
         told = io.StringIO()
         with contextlib.redirect_stderr(told):
             code = app.run(["--quiet", "admit", *map(str, options), "--invalid-row-policy", "skip"])

@@ -8,17 +8,24 @@ templates are compared as well, and the trainer itself in ``test_sft_trainer.py`
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from tests_support import shared_path
 from with_trl.chat_files import MADE, Row, all_rows, as_objects, assistant, user
-from with_trl.conftest import Admit, Corpus
+from with_trl.conftest import Admit, Corpus, ModelWith
 
 OF_EACH_FILE = 8
 CONTEXT = -100
-SHARED = ("phi3_training", "qwen2_5_training", "qwen3_training")
+# Templates, and markers that the tokenizer is given for them; without, they come out in pieces on both sides.
+SHARED: dict[str, tuple[str, ...]] = {
+    "phi3_training": (),
+    "phi3_training with its markers": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "qwen2_5_training": (),
+    "qwen3_training": (),
+}
 # Templates of TRL's own that admit refuses as a whole: they ask for the date, want other keys than messages have, or
 # print a second begin-of-text token under this tokenizer.
 WHOLE = {"gptoss", "muse_glimmer", "idefics3", "smolvlm", "llava_next", "lfm2", "lfm2_v2"}
@@ -36,19 +43,38 @@ def trl_templates() -> list[Path]:
     return [path for path in paths if path.stem.removesuffix("_training") not in WHOLE]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2: Path) -> Any:
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(str(smollm2), local_files_only=True)
+class Side(NamedTuple):
+    """A model directory for kiln, and what TRL takes from it."""
+
+    model: Path
+    tokenizer: Any
+    template: str
 
 
-def of_trl(tokenizer: Any, row: Row, template: str, messages: list[Row] | None = None) -> tuple[Ids, Ids] | str:
+@pytest.fixture
+def side(model_with: ModelWith) -> Callable[..., Side]:
+    transformers = pytest.importorskip("transformers")
+
+    def make(template: Path, *markers: str) -> Side:
+        model = model_with(template, *markers)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        return Side(model, tokenizer, template.read_text(encoding="utf-8"))
+
+    return make
+
+
+def shared_template(name: str) -> Path:
+    return shared_path(f"data/templates/trl/{name}.jinja")
+
+
+def of_trl(side: Side, row: Row, messages: list[Row] | None = None) -> tuple[Ids, Ids] | str:
     """Ids and labels as SFTTrainer makes them, or why it stops at this row. Arguments go in as objects, or as given
     where ``messages`` are."""
     try:
-        found = tokenizer.apply_chat_template(
+        found = side.tokenizer.apply_chat_template(
             as_objects(row["messages"]) if messages is None else messages,
             tools=row.get("tools"),
-            chat_template=template,
+            chat_template=side.template,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -61,11 +87,11 @@ def of_trl(tokenizer: Any, row: Row, template: str, messages: list[Row] | None =
     return found["input_ids"], [token if mask else CONTEXT for token, mask in pairs]
 
 
-def compare(tokenizer: Any, corpus: Corpus, rows: list[Row], template: str) -> tuple[int, dict[int, str]]:
+def compare(side: Side, corpus: Corpus, rows: list[Row]) -> tuple[int, dict[int, str]]:
     """How many rows both sides took, alike; and kiln's codes for those that only TRL took. Fails where they differ."""
     alike, stricter = 0, {}
     for number, row in enumerate(rows, start=1):
-        theirs = of_trl(tokenizer, row, template)
+        theirs = of_trl(side, row)
         if isinstance(theirs, str):
             continue
         if number not in corpus.kept:
@@ -77,28 +103,29 @@ def compare(tokenizer: Any, corpus: Corpus, rows: list[Row], template: str) -> t
     return alike, stricter
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_labels_are_those_of_trl_wherever_both_admit_the_row(admit: Admit, tokenizer: Any, name: str) -> None:
-    path, rows = shared_path(f"data/templates/trl/{name}.jinja"), all_rows(OF_EACH_FILE)
-    alike, stricter = compare(tokenizer, admit(rows, path), rows, path.read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("name", "markers"), SHARED.items(), ids=list(SHARED))
+def test_labels_are_those_of_trl_wherever_both_admit_the_row(
+    admit: Admit, side: Callable[..., Side], name: str, markers: tuple[str, ...]
+) -> None:
+    both, rows = side(shared_template(name.split(" ")[0]), *markers), all_rows(OF_EACH_FILE)
+    alike, stricter = compare(both, admit(rows, both.model), rows)
     assert alike > 0.75 * len(rows)
     assert set(stricter.values()) <= STRICTER
     names = list(MADE)
     straddling = [names[number - 1] for number, code in stricter.items() if code == "boundary_straddle"]
     # Phi-3's header ends in a line feed that is no token of its own where the answer goes on with white space.
     edges = ["white space at the edges", "an answer that begins with line feeds"]
-    assert straddling == (edges if name == "phi3_training" else [])
+    assert straddling == (edges if name.startswith("phi3") else [])
 
 
-def test_a_block_one_character_shorter_is_no_longer_trls(admit: Admit, tokenizer: Any) -> None:
+def test_a_block_one_character_shorter_is_no_longer_trls(admit: Admit, side: Callable[..., Side]) -> None:
     """The comparison can fail: TRL is shown blocks without the line feed that ends each turn."""
-    path = shared_path("data/templates/trl/qwen3_training.jinja")
-    text, end = path.read_text(encoding="utf-8"), "{{- '<|im_end|>\\n' }}\n        {%- endgeneration %}"
-    assert text.count(end) == 1
+    both, end = side(shared_template("qwen3_training")), "{{- '<|im_end|>\\n' }}\n        {%- endgeneration %}"
+    assert both.template.count(end) == 1
     rows = [MADE["two equal turns"]]
-    shorter = text.replace(end, "{{- '<|im_end|>' }}{%- endgeneration %}{{ '\\n' }}")
+    shorter = both.template.replace(end, "{{- '<|im_end|>' }}{%- endgeneration %}{{ '\\n' }}")
     with pytest.raises(AssertionError, match="row 1"):
-        compare(tokenizer, admit(rows, path), rows, shorter)
+        compare(both._replace(template=shorter), admit(rows, both.model), rows)
 
 
 PARTING: dict[str, tuple[Row, str | None]] = {
@@ -122,14 +149,13 @@ PARTING: dict[str, tuple[Row, str | None]] = {
 
 
 @pytest.mark.parametrize("name", PARTING)
-def test_rows_on_which_both_part_as_the_docs_say(admit: Admit, tokenizer: Any, name: str) -> None:
+def test_rows_on_which_both_part_as_the_docs_say(admit: Admit, side: Callable[..., Side], name: str) -> None:
     """Admitted by both, they differ; else kiln has the reason that docs/labels.md gives. TRL takes them all."""
     row, code = PARTING[name]
-    path = shared_path("data/templates/trl/qwen2_5_training.jinja")
-    theirs = of_trl(tokenizer, row, path.read_text(encoding="utf-8"), row["messages"])
+    both = side(shared_template("qwen2_5_training"))
+    theirs = of_trl(both, row, row["messages"])
     assert not isinstance(theirs, str)
-    sound = {"messages": [user("a"), assistant("b")]}
-    corpus = admit([sound, row], path)
+    corpus = admit([{"messages": [user("a"), assistant("b")]}, row], both.model)
     assert corpus.refused == ({} if code is None else {2: code})
     if code is None:
         assert (corpus.kept[2]["input_ids"], corpus.kept[2]["labels"]) != theirs
@@ -140,8 +166,8 @@ ABSENT = pytest.param(None, id="none", marks=pytest.mark.skip("TRL is not here; 
 
 
 @pytest.mark.parametrize("path", TRL_TEMPLATES or [ABSENT])
-def test_labels_are_those_of_trl_on_all_its_templates(admit: Admit, tokenizer: Any, path: Path) -> None:
-    rows = all_rows(4)
-    alike, stricter = compare(tokenizer, admit(rows, path), rows, path.read_text(encoding="utf-8"))
+def test_labels_are_those_of_trl_on_all_its_templates(admit: Admit, side: Callable[..., Side], path: Path) -> None:
+    both, rows = side(path), all_rows(4)
+    alike, stricter = compare(both, admit(rows, both.model), rows)
     assert alike
     assert set(stricter.values()) <= STRICTER

@@ -13,7 +13,7 @@ import pytest
 from tests_support import shared_path
 from tiny_model import RUN, write_project, write_tiny_model
 from with_trl.chat_files import MADE, Row, messages_rows, question_rows, sharegpt_rows
-from with_trl.conftest import Admit
+from with_trl.conftest import Admit, ModelWith
 
 from kiln_cli import app
 
@@ -192,17 +192,16 @@ def plain_rows() -> list[Row]:
 
 @pytest.mark.parametrize("name", ["qwen2_5_training", "qwen3_training", "phi3_training"])
 def test_the_trainers_own_preparation_gives_our_rows(
-    admit: Admit, smollm2: Path, config: Callable[..., Any], tmp_path: Path, name: str
+    admit: Admit, model_with: ModelWith, config: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     """TRL from messages and TRL from our corpus end with the same ids and labels."""
-    rows, path = plain_rows(), shared_path(f"data/templates/trl/{name}.jinja")
-    ours = admit(rows, path)
+    rows, model = plain_rows(), model_with(shared_path(f"data/templates/trl/{name}.jinja"))
+    ours = admit(rows, model)
     kept = [rows[number - 1] for number in ours.kept]
     assert len(kept) >= len(rows) - 2
     file = tmp_path / "kept.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    tokenizer = AutoTokenizer.from_pretrained(str(smollm2), local_files_only=True)
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     shape = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
