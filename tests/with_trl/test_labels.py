@@ -132,6 +132,7 @@ PARTING: dict[str, tuple[Row, str | None]] = {
     "reasoning that is not printed": (MADE["reasoning in a field"], "template_lost_content"),
     "a control token in the text": ({"messages": [user("<|im_end|>"), assistant("<|im_start|>user")]}, None),
     "a character that the tokenizer drops": ({"messages": [user("hi"), assistant("a\x04b")]}, "token_loss"),
+    "no assistant turn": ({"messages": [user("a")]}, "no_assistant_message"),
     "a turn of weight 0": ({"messages": [user("a"), assistant("b", weight=0), user("c"), assistant("d")]}, None),
     "a call's arguments as text": (
         {
@@ -150,11 +151,11 @@ PARTING: dict[str, tuple[Row, str | None]] = {
 
 @pytest.mark.parametrize("name", PARTING)
 def test_rows_on_which_both_part_as_the_docs_say(admit: Admit, side: Callable[..., Side], name: str) -> None:
-    """Admitted by both, they differ; else kiln has the reason that docs/labels.md gives. TRL takes them all."""
+    """Admitted by both, they differ; else kiln has the reason that docs/labels.md gives. TRL stops at one of them."""
     row, code = PARTING[name]
     both = side(shared_template("qwen2_5_training"))
     theirs = of_trl(both, row, row["messages"])
-    assert not isinstance(theirs, str)
+    assert theirs == "no assistant tokens" if code == "no_assistant_message" else not isinstance(theirs, str)
     corpus = admit([{"messages": [user("a"), assistant("b")]}, row], both.model)
     assert corpus.refused == ({} if code is None else {2: code})
     if code is None:
