@@ -258,8 +258,9 @@ def test_t9_a_template_that_ignores_tools_is_named_with_the_count(bench: Bench) 
     done = bench.admit([CALLING, CALLING, [u("q"), a("a")]], "--invalid-row-policy", "skip")
     assert done.code == 0
     assert bench.manifest()["counts"]["corpus"]["reasons"]["template_lost_content"] == 2
-    told = done.out + done.err
-    assert any("template_lost_content" in line and "2" in line for line in told.splitlines())
+    assert re.search(r"template_lost_content\s+2\n", done.out + done.err)
+    told = 'template: ignores `tools`; [admit] tools = "system" puts them into the system text: 2 rows'
+    assert told in done.out + done.err
     # The way out that the message names.
     assert bench.admit([CALLING], "--set", "admit.tools=system").code == 0
     [row] = bench.rows()

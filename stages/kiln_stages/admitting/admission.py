@@ -18,7 +18,7 @@ from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, PackedRow, packed
 from kiln_stages.admitting.incoming import IncomingRow
-from kiln_stages.admitting.labels import LabelFinder, Rendered
+from kiln_stages.admitting.labels import TOOLS_IGNORED, LabelFinder, Rendered
 from kiln_stages.admitting.tokens import Encoded, RowTokenizer
 
 BATCH_ROWS = 256
@@ -109,7 +109,9 @@ class Admission:
             ignored = incoming.row.ignored if incoming.row is not None else ()
             outcome = text if isinstance(text, RowFault) else self._fit(next(encoded))
             if isinstance(outcome, RowFault):
-                yield Judged(self._rejection(split, incoming, outcome), ignored, ())
+                # Counted by a note, too: a whole file can fail for it, and one setting mends that.
+                noted = (TOOLS_IGNORED,) if outcome.detail.endswith(TOOLS_IGNORED) else ()
+                yield Judged(self._rejection(split, incoming, outcome), ignored, noted)
             else:
                 notes = text.notes if isinstance(text, Rendered) else ()
                 yield Judged(_admitted(incoming, outcome), ignored, notes)

@@ -33,6 +33,7 @@ from kiln_stages.admitting.reasoning_tags import require_paired_tags
 from kiln_stages.admitting.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
 from kiln_stages.admitting.row_marks import TOOLS, MarkedRow, Piece, Reading
 
+TOOLS_IGNORED = 'ignores `tools`; [admit] tools = "system" puts them into the system text'
 _FOLD = '; [admit] system_turn = "fold" puts its text into the first user message'
 # A row's messages and tools to those that are rendered (``row_views``).
 View = Callable[[list[Message], list[Any] | None], tuple[list[Message], list[Any] | None]]
@@ -212,7 +213,7 @@ def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[st
         if mark.owner == TOOLS and not any(row.marks[other].owner == TOOLS for other in found):
             raise RowFault(
                 "template_lost_content",
-                f'the template {name} ignores `tools`; [admit] tools = "system" puts them into the system text',
+                f"the template {name} {TOOLS_IGNORED}",
                 "/tools",
             )
         system = mark.owner != TOOLS and row.form[mark.owner]["role"] == "system"
