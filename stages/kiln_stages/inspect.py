@@ -127,7 +127,7 @@ def run(run_directory: Path, text: str, plugins: Plugins, *, split: Split | None
             searched.append("not the rows that prepare dropped or left unused: `kiln why` tells of those")
         rows = select(selector, offered, searched).rows
         incoming = admitted.row(rows[0].split, rows[0].row_index)
-        outcome = outcome_of(admitted.contract, incoming)
+        outcome = outcome_of(admitted.contract, admitted.inputs[rows[0].split], incoming)
         require_same_outcome(admitted, rows[0], incoming, outcome)
         choice = admitted.contract.choice
         return _inspection(rows, outcome, incoming.record.element, choice)
@@ -185,7 +185,7 @@ def _inspection(rows: list[Offered], outcome: Outcome, element: bool, template: 
         row_sha256=row.row_sha256,
         template=template.name,
         template_sha256=template.sha256,
-        rejected=Fault(code=fault.reason, detail=fault.detail, pointer=fault.pointer) if fault is not None else None,
+        rejected=Fault(code=fault.code, detail=fault.detail, pointer=fault.pointer) if fault is not None else None,
         notes=list(outcome.notes),
         same_as=[other.row_index for other in rows[1:]],
         text=outcome.text,

@@ -424,6 +424,12 @@ WITHOUT_END = (
     "{{ (message['content'] if message['role'] != 'assistant' else '') + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+PRINTS_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 NO_SYSTEM = CHATML.replace(
     "{{ '<|im_start|>'", "{% if message['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}{{ '<|im_start|>'"
 )
@@ -492,6 +498,35 @@ def test_rows_that_one_template_refuses(admitted: Path, tmp_path: Path, kiln: Ki
     code, found = compare(kiln, run, "model")
     assert code == 1
     assert {kind: count for kind, count in found["counts"].items() if count} == {"same": 1, "kept_there": 1}
+
+
+def test_tools_come_to_each_template_in_its_own_way(admitted: Path, tmp_path: Path, kiln: Kiln) -> None:
+    """The tiny model's template prints no tools, so they are text there; one that prints them gets them as they are."""
+    (tmp_path / "tools.jinja").write_text(PRINTS_TOOLS)
+    code, found = compare(kiln, admitted / RUN, tmp_path / "tools.jinja", "--limit", "1")
+    assert code == 1 and (found["here"]["tools"], found["there"]["tools"]) == ("system", "native")
+    (row,) = found["rows"]
+    assert (row["kind"], row["position"]) == ("tokens", 1)  # behind the first control token, before the role
+    text = kiln("inspect", admitted / RUN, "--diff", tmp_path / "tools.jinja").out
+    assert "tools: system under model, native under tools.jinja" in text
+
+
+def test_chat_rows_are_shown_as_the_config_has_them_rendered(tmp_path: Path, tiny_model: Path, kiln: Kiln) -> None:
+    """With tools as text and the system turn folded, kept and rejected rows alike."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call f."}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    rows = [
+        {"messages": [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools},
+        {"messages": asked},
+    ]
+    options = ["--set", "admit.tools=system", "--set", "admit.system_turn=fold"]
+    run = admit_chats(kiln, tmp_path, tiny_model, rows, *options)
+    kept, unanswered = shown(kiln, run, 1), shown(kiln, run, 2)
+    assert trained_text(kept) == '{"name":"f","arguments":{"a":1}}<|im_end|>\n'
+    assert "system" not in re.findall(r"<\|im_start\|>(\w+)", kept["text"])
+    assert unanswered["text"] == "<|im_start|>user\nBe brief.\n\nCall f.<|im_end|>\n"
+    assert compare(kiln, run, "chatml")[0] == 0
 
 
 def test_a_template_that_is_none_is_refused(admitted: Path, tmp_path: Path, kiln: Kiln) -> None:

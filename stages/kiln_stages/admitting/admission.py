@@ -102,7 +102,7 @@ class Admission:
 
     def _judge_batch(self, split: str, batch: list[IncomingRow]) -> Iterator[Judged]:
         """Rows are rendered one by one and encoded together, which is where the time goes."""
-        rendered = [self._render(incoming) for incoming in batch]
+        rendered = [self.render(incoming) for incoming in batch]
         texts = [text for text in rendered if not isinstance(text, RowFault)]
         encoded = iter(self._tokenizer.encode_batch(texts, control=self._control))
         for incoming, text in zip(batch, rendered, strict=True):
@@ -116,7 +116,8 @@ class Admission:
                 notes = text.notes if isinstance(text, Rendered) else ()
                 yield Judged(_admitted(incoming, outcome), ignored, notes)
 
-    def _render(self, incoming: IncomingRow) -> Rendered | RowFault:
+    def render(self, incoming: IncomingRow) -> Rendered | RowFault:
+        """The row's text with its proven spans, or the first fault on the way there."""
         if incoming.row is None:
             return incoming.fault or RowFault("invalid_json", "the row is empty")
         try:

@@ -89,6 +89,12 @@ class LabelFinder:
             detail = f"{printable(self.template.name)}: {fault.detail}"
             raise RowFault(fault.reason, detail, fault.pointer) from fault
 
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """The row's text alone. Raises RowFault where the template refuses the row, or it has no view."""
+        if self._view is not None:
+            messages, tools = self._view(messages, tools)
+        return self.template.render(messages, tools)
+
     def _find(self, messages: list[Message], tools: list[Any] | None, memo: Memo) -> Rendered:
         """As :meth:`find`; ``memo`` is used, and takes in what this row shows."""
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

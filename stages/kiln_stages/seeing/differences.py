@@ -23,7 +23,16 @@ from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import Job, RowsInput, judged_parts, worker_count
 from kiln_stages.seeing import trail
 from kiln_stages.seeing.page import PLAIN, Piece, marked, quoted
-from kiln_stages.seeing.shown_rows import Admitted, Label, Outcome, Token, outcome_of, read_row, require_same_outcome
+from kiln_stages.seeing.shown_rows import (
+    Admitted,
+    Label,
+    Outcome,
+    Token,
+    outcome_of,
+    read_row,
+    require_same_outcome,
+    tools_mode,
+)
 from kiln_stages.seeing.trail import Offered
 from kiln_stages.workers import Workers
 
@@ -42,7 +51,7 @@ EQUAL: tuple[Kind, ...] = ("same", "rejected_by_both")
 
 
 class TemplateName(msgspec.Struct, frozen=True, kw_only=True):
-    """A template of a comparison; ``tools``: how prepared rows bring their tools to it."""
+    """A template of a comparison; ``tools``: how the rows' tools come to it."""
 
     name: str
     sha256: str
@@ -129,7 +138,7 @@ def differences(
 
 
 def _name(contract: Contract, source: RowsInput) -> TemplateName:
-    mode = contract.prepared_mode if source.ref is not None else contract.chat_mode
+    mode = tools_mode(contract, prepared=source.ref is not None)
     return TemplateName(name=contract.choice.name, sha256=contract.choice.sha256, tools=mode)
 
 
@@ -167,9 +176,9 @@ def _kind(was: _Written, now: AdmittedRow | RejectedDetail) -> Kind:
 
 def _difference(admitted: Admitted, other: Contract, source: RowsInput, row: Offered, kind: Kind) -> Difference:
     incoming = admitted.row(row.split, row.row_index)
-    here = outcome_of(admitted.contract, incoming)
+    here = outcome_of(admitted.contract, admitted.inputs[row.split], incoming)
     require_same_outcome(admitted, row, incoming, here)
-    there = outcome_of(other, read_row(source, row.row_index))
+    there = outcome_of(other, source, read_row(source, row.row_index))
     position = _first_difference(here.tokens, there.tokens) if here.fault is None and there.fault is None else None
     return Difference(
         row_index=row.row_index,
@@ -191,7 +200,7 @@ def _first_difference(here: Sequence[Token], there: Sequence[Token]) -> int:
 def _side(outcome: Outcome, position: int | None) -> Side:
     if position is None:
         fault = outcome.fault
-        return Side(code=fault.reason, detail=fault.detail) if fault is not None else Side()
+        return Side(code=fault.code, detail=fault.detail) if fault is not None else Side()
     tokens, start, end = outcome.tokens, max(position - AROUND, 0), position + 1 + AROUND
     return Side(
         token=tokens[position] if position < len(tokens) else None,

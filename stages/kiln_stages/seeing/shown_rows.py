@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from kiln_cli.chat import require_structure
 from kiln_cli.config import LoadedConfig, load_config
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.lines import LineReader
@@ -24,12 +23,14 @@ from kiln_cli.manifests import read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_cli.text import printable
+from kiln_stages.admitting.admission import RejectedDetail
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
+from kiln_stages.admitting.corpus import AdmittedRow
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.labels import Rendered
 from kiln_stages.admitting.pipeline import RowsInput
-from kiln_stages.admitting.tokens import Encoded
+from kiln_stages.admitting.prepared_rows import ToolsMode
 from kiln_stages.reading.ranges import Range, open_range
 from kiln_stages.reading.sources import json_lines
 from kiln_stages.seeing import trail
@@ -57,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spans: tuple[tuple[int, int], ...] = ()
     tokens: list[Token] = []
     notes: tuple[str, ...] = ()
-    fault: RowFault | None = None
+    fault: RejectedDetail | None = None
     proven: bool = False
 
     @property
@@ -98,49 +99,34 @@ def open_admitted(run: Path, plugins: Plugins, stack: ExitStack) -> Admitted:
     return Admitted(run, config, manifest, contract, {source.split: source for source in inputs})
 
 
-def outcome_of(contract: Contract, incoming: IncomingRow) -> Outcome:
+def outcome_of(contract: Contract, source: RowsInput, incoming: IncomingRow) -> Outcome:
     """The row through the contract as admission does it, with the text of each token."""
-    if incoming.row is None:
-        return Outcome(fault=incoming.fault or RowFault("invalid_json", "the row is empty"))
-    messages, tools = incoming.row.messages, incoming.row.tools
-    try:
-        require_structure(incoming.row, arguments=contract.settings.compat is None)
-        rendered = contract.finder.find(messages, tools)
-    except RowFault as fault:
-        return _unlabelled(contract, messages, tools, fault)
-    try:
-        encoded = contract.tokenizer.encode(
-            rendered.text, rendered.spans, rendered.content_spans, contract.settings.control_tokens
-        )
-    except RowFault as fault:
-        return Outcome(
-            text=rendered.text,
-            spans=rendered.spans,
-            tokens=_tokens(contract, rendered.text, rendered.spans),
-            notes=rendered.notes,
-            fault=fault,
-        )
-    tokens = _labelled(contract, rendered, encoded)
-    notes = (*rendered.notes, *_forged(contract, rendered.text, tokens))
-    over = contract.max_tokens is not None and len(tokens) > contract.max_tokens
-    detail = f"{len(tokens)} tokens, at most {contract.max_tokens}"
-    return Outcome(
-        text=rendered.text,
-        spans=rendered.spans,
+    admission = contract.admission(source.source_reasons)
+    (judged,) = admission.judge(source.split, [incoming])
+    rendered = admission.render(incoming)
+    verdict = judged.outcome if isinstance(judged.outcome, RejectedDetail) else judged.outcome.unpacked()
+    if isinstance(rendered, RowFault):
+        assert isinstance(verdict, RejectedDetail)
+        return _unlabelled(contract, incoming, verdict)
+    shown = Outcome(text=rendered.text, spans=rendered.spans, notes=rendered.notes)
+    if isinstance(verdict, RejectedDetail) and verdict.code != "over_length":
+        tokens = _overlapping(contract, rendered.text, rendered.spans)
+        return msgspec.structs.replace(shown, tokens=tokens, fault=verdict)
+    tokens = _labelled(contract, rendered, verdict)
+    return msgspec.structs.replace(
+        shown,
         tokens=tokens,
-        notes=notes,
-        fault=RowFault("over_length", detail) if over else None,
+        notes=(*rendered.notes, *_forged(contract, rendered.text, tokens)),
+        fault=verdict if isinstance(verdict, RejectedDetail) else None,
         proven=True,
     )
 
 
 def require_same_outcome(admitted: Admitted, row: Offered, incoming: IncomingRow, outcome: Outcome) -> None:
     """Raises KilnError KLN207 where a row made again is not what admission wrote."""
-    was: object
-    now: object
     what = "code"
     was = row.fault.code if row.fault is not None else "kept"
-    now = outcome.fault.reason if outcome.fault is not None else "kept"
+    now = outcome.fault.code if outcome.fault is not None else "kept"
     if was == now and incoming.sha256() != row.row_sha256:
         what, was, now = "hash", row.row_sha256, incoming.sha256()
     elif was == now == "kept":
@@ -149,7 +135,7 @@ def require_same_outcome(admitted: Admitted, row: Offered, incoming: IncomingRow
         made = [(token.id, token.label == TRAINED) for token in outcome.tokens]
         written = [(number, place in trained) for place, number in enumerate(ids)]
         if made != written:
-            what, was, now = "tokens", *_first_difference(written, made)
+            what, (was, now) = "tokens", _first_difference(written, made)
     if was != now:
         raise KilnError(
             "KLN207",
@@ -167,17 +153,19 @@ def _first_difference(written: list[tuple[int, bool]], made: list[tuple[int, boo
     return f"{words[0]} at {place}", words[1]
 
 
+def tools_mode(contract: Contract, *, prepared: bool) -> ToolsMode:
+    """How tools come to the template: those of prepared rows, or of chat rows."""
+    return contract.prepared_mode if prepared else contract.chat_mode
+
+
 def _require_same(manifest: StageManifest, contract: Contract) -> None:
     """Raises KilnError KLN207 naming the first thing that is not as the manifest says."""
-    now = contract.details(contract.prepared_mode)
-    was = {name: manifest.details.get(name) for name in now}
-    if manifest.previous is None:
-        was["tools"] = now["tools"]  # rows of a file bring their own
-    for name in now:
-        if was[name] != now[name]:
+    was = manifest.details
+    for name, now in contract.details(tools_mode(contract, prepared=manifest.previous is not None)).items():
+        if was.get(name) != now:
             raise KilnError(
                 "KLN207",
-                f"the {name} changed after admit_manifest.json was written: {_change(was[name], now[name])}",
+                f"the {name} changed after admit_manifest.json was written: {_change(was.get(name), now)}",
                 hint="restore it, or run `kiln admit` again",
             )
 
@@ -190,20 +178,29 @@ def _change(was: Any, now: Any) -> str:
     return f"it was {printable(was)}, is now {printable(now)}"
 
 
-def _unlabelled(contract: Contract, messages: list[Any], tools: list[Any] | None, fault: RowFault) -> Outcome:
+def _unlabelled(contract: Contract, incoming: IncomingRow, fault: RejectedDetail) -> Outcome:
     """A row whose labels were not found, with its text if the template prints it."""
+    if incoming.row is None:
+        return Outcome(fault=fault)
     try:
-        text = contract.finder.template.render(messages, tools)
+        text = contract.finder.render(incoming.row.messages, incoming.row.tools)
     except RowFault:
         return Outcome(fault=fault)
-    return Outcome(text=text, tokens=_tokens(contract, text, ()), fault=fault)
+    return Outcome(text=text, tokens=_overlapping(contract, text, ()), fault=fault)
 
 
-def _labelled(contract: Contract, rendered: Rendered, encoded: Encoded) -> list[Token]:
-    ids, texts = contract.tokenizer.trace(rendered.text, rendered.content_spans, contract.settings.control_tokens)
-    if ids != encoded.input_ids:
+def _labelled(contract: Contract, rendered: Rendered, verdict: AdmittedRow | RejectedDetail) -> list[Token]:
+    """Tokens with proven labels; those of a row that is too long are proven here once more."""
+    control = contract.settings.control_tokens
+    if isinstance(verdict, RejectedDetail):
+        encoded = contract.tokenizer.encode(rendered.text, rendered.spans, rendered.content_spans, control)
+        wanted, label_spans = encoded.input_ids, encoded.label_spans
+    else:
+        wanted, label_spans = verdict.input_ids, verdict.label_spans
+    ids, texts = contract.tokenizer.trace(rendered.text, rendered.content_spans, control)
+    if ids != wanted:
         raise KilnError("KLN501", "a row was encoded twice and its ids differ")
-    trained = {place for start, end in encoded.label_spans for place in range(start, end)}
+    trained = {place for start, end in label_spans for place in range(start, end)}
     labels = (TRAINED if place in trained else CONTEXT for place in range(len(ids)))
     return _joined(contract, ids, texts, labels)
 
@@ -219,7 +216,7 @@ def _forged(contract: Contract, text: str, tokens: list[Token]) -> list[str]:
     ]
 
 
-def _tokens(contract: Contract, text: str, spans: Iterable[tuple[int, int]]) -> list[Token]:
+def _overlapping(contract: Contract, text: str, spans: Iterable[tuple[int, int]]) -> list[Token]:
     """Tokens of a text whose labels are not proven: those that overlap a span."""
     ids, texts = contract.tokenizer.trace(text)
     labels: list[Label] = []
