@@ -108,10 +108,10 @@ def run(run_directory: Path, layout: str = "hf", out: Path | None = None) -> Exp
 
 
 def account(exported: Exported) -> str:
-    rows = ", ".join(f"{count:,} rows of {name}" for name, count in exported.rows.items())
+    rows = ", ".join(f"{name} {count:,}" for name, count in exported.rows.items())
     state = "unchanged" if exported.unchanged else "written"
     where = printable(exported.directory)
-    return f"export: {rows}\n{state}: {where}\nnext: datasets.load_dataset({where!r})"
+    return f"export: rows: {rows}\n{state}: {where}\nnext: datasets.load_dataset({where!r})"
 
 
 def _splits(run_directory: Path, manifest: StageManifest) -> list[Split]:

@@ -46,7 +46,7 @@ def test_the_directory_holds_the_card_the_rows_and_the_evidence(kiln: Kiln, run:
     for name, source in FILES.items():
         if source is not None:
             assert found[name] == (run / source).read_bytes(), name
-    assert "13 rows of train, 4 rows of validation" in said and "written" in said
+    assert "rows: train 13, validation 4" in said and "written" in said
     assert not [path for path in tmp_path.glob(".*") if "incomplete" in path.name]
 
 
