@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 from gguf_tokenizer import phi3_tokenizer_json
 from kiln_stages.admitting.labels import LabelFinder
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT
@@ -25,10 +26,13 @@ SMOLLM2 = "tokenizers/smollm2/chat_template"
 MISTRAL = "templates/axolotl/mistral_v2v3"
 
 
+def smollm2_json() -> str:
+    return gzip.decompress(shared_path("data/tokenizers/smollm2/tokenizer.json.gz").read_bytes()).decode("utf-8")
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> RowTokenizer:
-    packed = shared_path("data/tokenizers/smollm2/tokenizer.json.gz").read_bytes()
-    return RowTokenizer(gzip.decompress(packed).decode("utf-8"), "<|im_start|>", ("<|im_end|>",))
+    return RowTokenizer(smollm2_json(), "<|im_start|>", ("<|im_end|>",))
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +168,7 @@ def test_t2_a_folded_system_turn() -> None:
     two = [SYSTEM, {"role": "system", "content": "and short"}, user("hi"), says("yo")]
     assert view(two, None)[0] == [user("be kind\n\nand short\n\nhi"), says("yo")]
     assert view([user("hi"), says("yo")], None)[0] == [user("hi"), says("yo")]
+    assert view([says("yo"), user("hi"), says("a")], None)[0] == [says("yo"), user("hi"), says("a")]
     for row in ([SYSTEM, says("yo")], [SYSTEM]):
         with pytest.raises(RowFault, match="needs a user message"):
             view(row, None)
@@ -220,5 +225,9 @@ def test_m9_an_end_token_and_bracketed_markers(smollm2: RowTokenizer) -> None:
     assert missing_marker(printing, smollm2, ("</s>",)) == "</s>"
     row_text = ChatTemplate("{% for m in messages %}{{ '<|im_start|>' + m.content }}{% endfor %}", "r")
     assert missing_marker(row_text, smollm2, ()) is None
+    bracketed = template(MISTRAL)  # prints <s> and </s>, too, which are not asked for here
+    knows_one = tokenizers.Tokenizer.from_str(smollm2_json())
+    knows_one.add_special_tokens(["[INST]"])
+    assert missing_marker(bracketed, RowTokenizer(knows_one.to_str()), ()) == "[/INST]"
     silent = ChatTemplate("{{ raise_exception('no') }}", "silent")
     assert missing_marker(silent, smollm2, ()) is None

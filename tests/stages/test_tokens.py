@@ -353,6 +353,12 @@ def test_tokenizers_that_put_the_space_themselves(phi3_json: str, scheme: str) -
         [(first, last)] = tokenizer.encode(text, [(15, len(text))]).label_spans
         assert tokenizer.encode(text, [(15, len(text))]).input_ids[first - 1] == 32001
         assert last == len(tokenizer.encode(text, [(15, len(text))]).input_ids)
+    text = "hi<|assistant|>a<|user|>b<|end|>"
+    if scheme == "first":  # a stretch encoded by itself would get a space that it has not in the whole
+        with pytest.raises(RowFault, match="cannot take as plain text"):
+            tokenizer.encode(text, [(15, len(text))], [(15, 25)])
+    else:
+        assert 32010 not in tokenizer.encode(text, [(15, len(text))], [(15, 25)]).input_ids
 
 
 def test_a_label_is_never_the_beginning_of_text(tokenizer_json: str) -> None:

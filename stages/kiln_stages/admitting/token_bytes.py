@@ -17,9 +17,9 @@ import tokenizers
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# Where a tokenizer puts a space of its own: before every stretch between added tokens, before those that do not begin
-# with one, or before such a text as a whole.
-Prefix = Literal["none", "every", "every_bare", "first_bare"]
+# Where a tokenizer puts a space of its own: before every stretch between added tokens, or at most before those that do
+# not begin with one.
+Prefix = Literal["none", "every", "bare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TokenBytes:
         position, fresh = 0, True
         for at, number in enumerate(ids):
             if number in self.added:
-                fresh = self.prefix != "first_bare"
+                fresh = True
             else:
                 bare = self.prefix == "every" or not encoded.startswith((b" ", _SPACE.encode()), position)
                 if fresh and bare and parts[at].startswith(b" "):
@@ -100,7 +100,7 @@ def _byte_level_prefix(description: dict[str, Any]) -> Prefix | None:
     if (description.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         return None
     spaced = any(step.get("add_prefix_space") for step in _steps(description.get("pre_tokenizer"), "pretokenizers"))
-    return "every_bare" if spaced else "none"
+    return "bare" if spaced else "none"
 
 
 def _sentencepiece_prefix(description: dict[str, Any]) -> Prefix | None:
@@ -114,7 +114,7 @@ def _sentencepiece_prefix(description: dict[str, Any]) -> Prefix | None:
     replaces = [step for step in normalizers if _replaces(step, " ", _SPACE)]
     prepends = [step for step in normalizers if step["type"] == "Prepend" and step.get("prepend") == _SPACE]
     if metaspace == before and len(before) == 1 and not normalizers and before[0].get("replacement") == _SPACE:
-        schemes: dict[str, Prefix] = {"never": "none", "always": "every_bare", "first": "first_bare"}
+        schemes: dict[str, Prefix] = {"never": "none", "always": "bare", "first": "bare"}
         return schemes.get(before[0].get("prepend_scheme", "always"))
     if not before and len(replaces) == 1 and len(normalizers) == 1 + len(prepends) and len(prepends) < 2:
         return "every" if prepends else "none"
