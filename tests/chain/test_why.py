@@ -180,9 +180,12 @@ def test_a_training_that_was_cut_tells_what_is_still_to_come(finished: Path, cop
     project = copy_of(finished)
     log = project / RUN / "train/metrics.jsonl"
     kept = len(corpus(project))
-    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:kept]))
+    whole = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(whole[:kept]) + whole[kept][:-20])
     steps = only(kiln, project, corpus(project)[0]["row_sha256"])["train"]["steps"]
     assert [step["loss"] is None for step in steps] == [False, True]
+    torn = json.loads(whole[kept])["row_sha256"]  # the row of the step whose line is half written
+    assert [step["loss"] is None for step in only(kiln, project, torn)["train"]["steps"]] == [False, True]
     text = kiln("why", project / RUN, corpus(project)[0]["row_sha256"]).out
     assert "adapter tiny: 1 of 2 visits" in text and text.rstrip().endswith("still to come")
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tokenizers
 from gguf_tokenizer import phi3_tokenizer_json
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kiln_stages.admitting.labels import LabelFinder, Rendered
 from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.tokens import Encoded, RowTokenizer
@@ -103,6 +105,13 @@ def test_a_trace_cuts_the_text_at_its_tokens(
             for number, piece in zip(ids, texts, strict=True):
                 whole = decoder.decode([number], skip_special_tokens=False)
                 assert piece == whole or "\ufffd" in whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_a_trace_loses_no_character(tokenizer: RowTokenizer, text: str) -> None:
+    ids, texts = tokenizer.trace(text)
+    assert "".join(texts) == text and len(texts) == len(ids)
 
 
 def test_a_trace_of_forged_control_tokens_is_what_is_encoded(tokenizer: RowTokenizer, finder: LabelFinder) -> None:

@@ -157,6 +157,8 @@ def visits(run: Path, row: Offered) -> list[Visit]:
     found = []
     with open_input(path) as stream:
         for line in stream:
+            if not line.endswith(b"\n"):
+                break  # a training that was killed, or is at it, may leave half a line
             if mark in line and (visit := _decode(path, line, Visit)).row_index == row.row_index:
                 if visit.row_sha256 != row.row_sha256:
                     raise KilnError(
