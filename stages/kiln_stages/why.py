@@ -60,6 +60,8 @@ def command(
         terminal.json_data(result)
     else:
         terminal.data(account(result))
+        if (sha256 := _admitted(result)) is not None:
+            terminal.say(f"see it: kiln inspect {printable(run_directory)} {sha256}")
 
 
 def run(run_directory: Path, text: str, plugins: Plugins) -> Why:
@@ -75,6 +77,12 @@ def run(run_directory: Path, text: str, plugins: Plugins) -> Why:
             files = open_raw_files(run_directory, prepare, plugins, stack)
             found = PreparedRun(run_directory, prepare, admit, files).find(selector)
     return Why(asked=text, count=found.count, rows=found.rows)
+
+
+def _admitted(why: Why) -> str | None:
+    """The hash under which the first row can be inspected, if admission has read it."""
+    parts = (journey.admit for journey in why.rows if journey.admit is not None)
+    return next((printable(part.row_sha256) for part in parts if part.row_sha256 is not None), None)
 
 
 def account(why: Why) -> str:

@@ -449,6 +449,18 @@ def test_the_account(finished: Path, kiln: Kiln, snapshot: SnapshotAssertion, na
     assert text == snapshot
 
 
+def test_each_command_names_the_other(finished: Path, kiln: Kiln) -> None:
+    row = corpus(finished)[0]
+    for command in ("why", "inspect"):
+        done = kiln(command, finished / RUN, row["example_id"])
+        (line,) = done.err.splitlines()
+        _, _, following = line.partition(": kiln ")
+        assert (
+            kiln(*following.split()).code == 0 and following.split()[0] == {"why": "inspect", "inspect": "why"}[command]
+        )
+    assert kiln("why", finished / RUN, "raw:110").err == ""
+
+
 def test_foreign_text_never_reaches_the_terminal(tmp_path: Path, tiny_model: Path, kiln: Kiln) -> None:
     hostile = "a\x1b[31mred\x07\u202egnp"
     row = {"messages": [{"role": "user", "content": hostile}, {"role": "assistant", "content": hostile}], hostile: 1}
