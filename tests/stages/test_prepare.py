@@ -721,11 +721,18 @@ def test_inputs_that_cannot_be_read(run_prepare: Prepare, tmp_path: Path) -> Non
 
 
 def test_files_of_no_known_shape(run_prepare: Prepare) -> None:
-    for data in (b'{"prompt":"x","completion":"y"}\n', b"", b"nonsense\n", b"[]\n"):
+    for data in (b'{"prompt":"x","completion":"y"}\n', b"nonsense\n"):
         with pytest.raises(KilnError) as caught:
             run_prepare(data)
         assert caught.value.code == "KLN212"
         assert "xlam" in caught.value.hint
+
+
+def test_a_file_without_rows(run_prepare: Prepare) -> None:
+    for data in (b"", b"\n \n", b"[]\n"):
+        with pytest.raises(KilnError) as caught:
+            run_prepare(data)
+        assert caught.value.code == "KLN107"
 
 
 def test_a_source_of_chat_rows_is_refused(run_prepare: Prepare) -> None:
