@@ -278,14 +278,15 @@ TEXT = "a text of more than 67108864 characters"
     ("{{ range(99999999) | list | length }}", "Range too big"),
 ])  # fmt: skip
 def test_a_template_cannot_take_all_time_or_memory(source: str, limit: str | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 2.0)
+    if limit in (None, "more than"):  # where the clock may come first; elsewhere a slow machine must not decide
+        monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.7)
     started = time.monotonic()
     with pytest.raises(RowFault) as error:
         ChatTemplate(source, "endless").render([{"role": "user", "content": "x"}])
     assert error.value.reason == "template_error"
     assert error.value.detail.startswith("endless: ")
     assert limit is None or limit in error.value.detail
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30
 
 
 def test_the_time_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
