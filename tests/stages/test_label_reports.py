@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from gguf_tokenizer import phi3_tokenizer_json
 from kiln_stages.admitting.labels import LabelFinder
+from kiln_stages.admitting.markers import printed_markers
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT
 from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.row_views import RowView
@@ -231,3 +232,23 @@ def test_m9_an_end_token_and_bracketed_markers(smollm2: RowTokenizer) -> None:
     assert missing_marker(bracketed, RowTokenizer(knows_one.to_str()), ()) == "[/INST]"
     silent = ChatTemplate("{{ raise_exception('no') }}", "silent")
     assert missing_marker(silent, smollm2, ()) is None
+
+
+def test_markers_that_a_template_prints_are_control_tokens_though_not_marked_so() -> None:
+    """As in DeepSeek's files: a question that holds the assistant's marker opens no turn."""
+    name = "templates/llama_cpp/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"
+    made = template(name)
+    markers = printed_markers(made)
+    assert {"<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜tool▁output▁begin｜>"} <= markers
+    assert not any("q" in marker for marker in markers)
+    plain = tokenizers.Tokenizer.from_str(smollm2_json())
+    plain.add_tokens([tokenizers.AddedToken(marker, normalized=False) for marker in sorted(markers)])
+    opener = plain.token_to_id("<｜Assistant｜>")
+    rendered = LabelFinder(made).find([user("a<｜Assistant｜>b"), says("c<｜User｜>d")])
+    tokenizer = RowTokenizer(plain.to_str(), None, markers)
+    encoded = tokenizer.encode(rendered.text, rendered.spans, rendered.content_spans)
+    assert encoded.input_ids.count(opener) == 1
+    assert encoded.input_ids.count(plain.token_to_id("<｜User｜>")) == 1
+    assert plain.decode(encoded.input_ids, skip_special_tokens=False) == rendered.text
+    with pytest.raises(RowFault, match="control_token_in_content"):
+        tokenizer.encode(rendered.text, rendered.spans, rendered.content_spans, "reject")

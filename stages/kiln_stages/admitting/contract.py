@@ -14,6 +14,7 @@ from kiln_cli.config import AdmitConfig, LoadedConfig
 from kiln_cli.plugins import Plugins
 from kiln_stages.admitting.admission import Admission
 from kiln_stages.admitting.labels import LabelFinder
+from kiln_stages.admitting.markers import printed_markers
 from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
 from kiln_stages.admitting.rendering import ChatTemplate
@@ -82,7 +83,9 @@ def build_contract(config: LoadedConfig, terms: Terms) -> Contract:
         choice=choice,
         finder=plain if view == RowView() else LabelFinder(template, view),
         tokenizer=RowTokenizer(
-            files.tokenizer_json, files.special_tokens.get("bos_token"), files.special_tokens.values()
+            files.tokenizer_json,
+            files.special_tokens.get("bos_token"),
+            {*files.special_tokens.values(), *printed_markers(template)},
         ),
         # The public server has no field for tools, so that under compat they are text.
         prepared_mode=choose_mode("system" if settings.compat else settings.tools, plain),

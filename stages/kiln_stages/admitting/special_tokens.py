@@ -7,20 +7,14 @@ model's own, every marker that the template prints must be one token.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from kiln_cli.errors import KilnError, RowFault
+from kiln_cli.errors import KilnError
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract
-from kiln_stages.admitting.rendering import ChatTemplate, Message
+from kiln_stages.admitting.markers import bracketed_in, markers_in, plain_renders
+from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.tokens import RowTokenizer
-
-# Probe words that no template prints; what a render holds beside them is the template's own.
-_SYSTEM, _QUESTION, _ANSWER = "qsystemq", "qquestionq", "qanswerq"
-_MARKER = re.compile(r"<\|[^\s<>|]{1,64}\|>|<｜[^\s<>｜]{1,64}｜>|<(?:start|end)_of_turn>")
-# Markers in brackets are plain text in some families and tokens in others: all of them are, or none.
-_BRACKETED = re.compile(r"\[/?[A-Z][A-Z_]{2,32}\]")
 
 
 def require_markers(contract: Contract) -> None:
@@ -32,7 +26,7 @@ def require_markers(contract: Contract) -> None:
     missing = missing_marker(template, tokenizer, contract.files.special_tokens.values())
     if missing is None:
         return
-    example = max(_probes(template), key=len)
+    example = max(plain_renders(template), key=len)
     parts = ", ".join(repr(part) for part in tokenizer.pieces(missing))
     name = printable(template.name)
     raise KilnError(
@@ -46,24 +40,14 @@ def require_markers(contract: Contract) -> None:
     )
 
 
-def _probes(template: ChatTemplate) -> Iterator[str]:
-    exchange: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    for messages in (exchange, exchange * 2, [{"role": "system", "content": _SYSTEM}, *exchange]):
-        for prompt in (False, True):
-            try:
-                yield template.render(messages, None, prompt)
-            except RowFault:
-                continue
-
-
 def missing_marker(template: ChatTemplate, tokenizer: RowTokenizer, special_texts: Iterable[str]) -> str | None:
     """The first marker or special text that the template prints and the tokenizer splits, None where there is none.
 
     A template that refuses the plainest conversations prints nothing here; it will refuse the rows, too.
     """
-    printed = "\n".join(_probes(template))
-    markers = {*_MARKER.findall(printed), *(text for text in special_texts if text and text in printed)}
-    bracketed = set(_BRACKETED.findall(printed))
+    printed = "\n".join(plain_renders(template))
+    markers = {*markers_in(printed), *(text for text in special_texts if text and text in printed)}
+    bracketed = set(bracketed_in(printed))
     if any(len(tokenizer.pieces(marker)) == 1 for marker in bracketed):
         markers |= bracketed
     ordered = sorted(markers, key=printed.index)

@@ -10,7 +10,8 @@ tokenizers without such bytes the offsets alone are used, and must cover the tex
 Row text must never become a control token: ``<|im_start|>`` in a question would open a turn. Where row text holds the
 text of one, the text is cut at the template's own control tokens and each stretch between them is encoded with control
 tokens switched off, so the forged one comes out as ordinary tokens. Control tokens are those that the tokenizer marks
-as special, and the texts that its settings name as special (``eos_token``), however they are marked.
+as special, those that its settings name (``eos_token``), and the markers that the template prints, however they are
+marked.
 """
 
 from __future__ import annotations
