@@ -22,7 +22,7 @@ from kiln_cli.config import ADMIT_SECTIONS, LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input, read_bounded, write_file
 from kiln_cli.identity import canonical_json
-from kiln_cli.manifests import document, manifest_path, read_manifest
+from kiln_cli.manifests import document, read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_stages.admitting.contract import Terms
@@ -48,13 +48,12 @@ def of_inputs(config: LoadedConfig, out: Path, plugins: Plugins, terms: Terms) -
     """None where the rows are no files that can be looked at quickly (a saved data set, say)."""
     model = terms.files.directory
     files = [model / name for name in (*TOKENIZER_FILES, "config.json") if (model / name).is_file()]
-    if config.run.admit.file is not None:
-        rows = [config.resolve(config.run.admit.file)]
-    else:
-        rows = [manifest_path(out, "prepare"), *(out / name for name in SPLITS.values())]
+    file = config.run.admit.file
+    rows = [out / name for name in SPLITS.values()] if file is None else [config.resolve(file)]
     if not all(path.is_file() for path in rows):
         return None
     settings = {
+        "previous": read_manifest(out, "prepare").content_sha256 if file is None else None,
         "config": config.sha256(*ADMIT_SECTIONS),
         "plugins": plugins.loaded(),
         "template": terms.choice.source,
@@ -81,7 +80,7 @@ def record(out: Path, inputs: str, manifest: StageManifest) -> None:
 
 
 def _of_outputs(out: Path, manifest: StageManifest) -> str:
-    return _digest([manifest_path(out, "admit"), *(out / ref.path for ref in manifest.outputs)])
+    return _digest((out / ref.path for ref in manifest.outputs), manifest.content_sha256.encode("ascii"))
 
 
 def _code(plugins: Plugins) -> list[Path]:

@@ -152,10 +152,11 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
     """Reads what admit left, admits the rows a second time, and hashes the base weights.
 
     Raises KilnError: KLN206 where admit has not run, KLN207 where a file or setting changed after it or the rows give
-    another receipt, KLN302 for missing model files.
+    another receipt, KLN212 for a loss that no plugin has, KLN302 for missing model files.
     """
     admit = read_manifest(out, "admit")
     _require_settings(config, admit, out)
+    plugins.losses.get(config.run.train.loss)  # a name that is unknown need not wait for the rows
     for ref in admit.outputs:
         if ref.kind != "rejected_rows":  # private, and no input of a training
             require_unchanged(ref, out / ref.path, "admit_manifest.json")
