@@ -25,6 +25,7 @@ from tiny_model import RUN, Kiln, Outcome
 from kiln_cli.config import load_config
 from kiln_cli.manifests import document
 from kiln_cli.plugins import load_plugins
+from kiln_cli.terminal import SILENT
 
 Copy = Callable[..., Path]
 STEPS = 26
@@ -400,7 +401,7 @@ CUTS = 40
 def long_plan(admitted: Path) -> Plan:
     """Four epochs of the admitted rows: 52 steps."""
     config = load_config(admitted / "kiln.toml", ["train.epochs=4"])
-    return read_inputs(config, admitted / RUN, load_plugins()).plan()
+    return read_inputs(config, admitted / RUN, load_plugins(), SILENT).plan()
 
 
 def test_forty_cuts_each_step_behind_a_cut_is_the_uncut_runs_step(long_plan: Plan, tmp_path: Path) -> None:
