@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.labelling.rendering import ChatTemplate
 from tests_support import shared_path
 
 Row = tuple[list[dict[str, Any]], list[Any] | None]

@@ -191,8 +191,8 @@ def test_shapes_page_has_every_source() -> None:
 
 
 def test_template_example_gives_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kiln_stages.admitting.labels import LabelFinder
-    from kiln_stages.admitting.rendering import ChatTemplate
+    from kiln_stages.labelling.labels import LabelFinder
+    from kiln_stages.labelling.rendering import ChatTemplate
 
     (template,) = registered(example("kiln_templates", monkeypatch))["kiln_templates"]
     finder = LabelFinder(ChatTemplate(template.source, template.name, {"eos_token": "</s>"}))

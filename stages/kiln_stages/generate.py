@@ -22,7 +22,7 @@ from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import prepared_rows
 from kiln_stages.admitting.model_files import choose_template, load_model_files
-from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.labelling.rendering import ChatTemplate
 from kiln_stages.reading.sources import json_lines
 from kiln_stages.training.packages import require_train_extra
 

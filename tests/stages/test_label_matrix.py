@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from gguf_tokenizer import phi3_tokenizer_json
-from kiln_stages.admitting.label_proof import Claim, prove
-from kiln_stages.admitting.labels import LabelFinder, Rendered
-from kiln_stages.admitting.rendering import ChatTemplate
-from kiln_stages.admitting.tokens import Encoded, RowTokenizer
+from kiln_stages.labelling.label_proof import Claim, prove
+from kiln_stages.labelling.labels import LabelFinder, Rendered
+from kiln_stages.labelling.rendering import ChatTemplate
+from kiln_stages.labelling.tokens import Encoded, RowTokenizer
 from label_oracles import place
 from label_rows import CALL, RESULT, ROWS, SYSTEM, TOOLS, Row, all_templates, says, user
 from tests_support import shared_path

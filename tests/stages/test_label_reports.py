@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import tokenizers
 from gguf_tokenizer import phi3_tokenizer_json
-from kiln_stages.admitting.labels import LabelFinder
-from kiln_stages.admitting.markers import printed_markers
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT
-from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.row_views import RowView
 from kiln_stages.admitting.special_tokens import missing_marker
-from kiln_stages.admitting.tokens import RowTokenizer
+from kiln_stages.labelling.labels import LabelFinder
+from kiln_stages.labelling.markers import printed_markers
+from kiln_stages.labelling.rendering import ChatTemplate
+from kiln_stages.labelling.tokens import RowTokenizer
 from label_rows import CALL, RESULT, SYSTEM, TOOLS, all_templates, says, template, user
 from tests_support import shared_path
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kiln_stages.admitting.label_proof import Claim, prove
-from kiln_stages.admitting.labels import LabelFinder, Rendered
-from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.labelling.label_proof import Claim, prove
+from kiln_stages.labelling.labels import LabelFinder, Rendered
+from kiln_stages.labelling.rendering import ChatTemplate
 from label_rows import ROWS, THOUGHT, Row, all_templates, says, template, user
 from tests_support import shared_path
 

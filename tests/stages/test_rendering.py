@@ -14,9 +14,9 @@ import pytest
 from jinja2 import Undefined
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from kiln_stages.admitting import rendering, template_limits
-from kiln_stages.admitting.labels import LabelFinder
-from kiln_stages.admitting.rendering import ChatTemplate
+from kiln_stages.labelling import rendering, template_limits
+from kiln_stages.labelling.labels import LabelFinder
+from kiln_stages.labelling.rendering import ChatTemplate
 from tests_support import shared_path
 
 from kiln_cli.errors import KilnError, RowFault
@@ -381,7 +381,7 @@ def test_rendering_leaves_the_messages_alone() -> None:
 
 def test_rendering_and_labels_need_no_heavy_package() -> None:
     heavy = ("torch", "transformers", "numpy", "polars", "tokenizers")
-    code = f"import sys, kiln_stages.admitting.labels; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, kiln_stages.labelling.labels; print([name for name in {heavy} if name in sys.modules])"
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

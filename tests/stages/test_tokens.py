@@ -12,9 +12,9 @@ import tokenizers
 from gguf_tokenizer import phi3_tokenizer_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kiln_stages.admitting.labels import LabelFinder, Rendered
-from kiln_stages.admitting.rendering import ChatTemplate
-from kiln_stages.admitting.tokens import Encoded, RowTokenizer
+from kiln_stages.labelling.labels import LabelFinder, Rendered
+from kiln_stages.labelling.rendering import ChatTemplate
+from kiln_stages.labelling.tokens import Encoded, RowTokenizer
 from tests_support import shared_path
 
 from kiln_cli.errors import KilnError, RowFault

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kiln_stages.admitting.labels import LabelFinder
+from kiln_stages.labelling.labels import LabelFinder
 from label_rows import says, template, user
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -1,1 +1,1 @@
-"""The parts of `kiln admit`: conversations rendered, labelled with proof, and tokenized."""
+"""The parts of `kiln admit`: where rows come from, the one contract they meet, what is written, and that it is true."""

@@ -18,8 +18,8 @@ from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, PackedRow, packed
 from kiln_stages.admitting.incoming import IncomingRow
-from kiln_stages.admitting.labels import TOOLS_IGNORED, LabelFinder, Rendered
-from kiln_stages.admitting.tokens import Encoded, RowTokenizer
+from kiln_stages.labelling.labels import TOOLS_IGNORED, LabelFinder, Rendered
+from kiln_stages.labelling.tokens import Encoded, RowTokenizer
 
 BATCH_ROWS = 256
 # Every code a row can be rejected for, in the order of the checks, and the receipt's reason for it.

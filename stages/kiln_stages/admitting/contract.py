@@ -13,13 +13,13 @@ import msgspec
 from kiln_cli.config import AdmitConfig, LoadedConfig
 from kiln_cli.plugins import Plugins
 from kiln_stages.admitting.admission import Admission
-from kiln_stages.admitting.labels import LabelFinder
-from kiln_stages.admitting.markers import printed_markers
 from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
-from kiln_stages.admitting.rendering import ChatTemplate
 from kiln_stages.admitting.row_views import RowView
-from kiln_stages.admitting.tokens import RowTokenizer
+from kiln_stages.labelling.labels import LabelFinder
+from kiln_stages.labelling.markers import printed_markers
+from kiln_stages.labelling.rendering import ChatTemplate
+from kiln_stages.labelling.tokens import RowTokenizer
 
 
 class Terms(NamedTuple):

@@ -9,7 +9,7 @@ from kiln_cli.errors import RowFault
 from kiln_cli.identity import Domain, canonical_json, domain_sha256
 from kiln_cli.prepared_chat import native_row, tool_object
 from kiln_cli.records import PreparedExample
-from kiln_stages.admitting.labels import LabelFinder
+from kiln_stages.labelling.labels import LabelFinder
 
 # ``kiln-cli.tool-prompt.v1``: one fixed sentence. Its digest stands in manifests; change it, change the name.
 TOOL_PROMPT = (

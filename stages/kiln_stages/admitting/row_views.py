@@ -17,7 +17,7 @@ import msgspec
 from kiln_cli import strict_json
 from kiln_cli.errors import RowFault
 from kiln_stages.admitting.prepared_rows import answer_text, tool_system_text
-from kiln_stages.admitting.rendering import Message
+from kiln_stages.labelling.rendering import Message
 
 _BETWEEN = "\n\n"
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from kiln_cli.errors import KilnError
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract
-from kiln_stages.admitting.markers import bracketed_in, markers_in, plain_renders
-from kiln_stages.admitting.rendering import ChatTemplate
-from kiln_stages.admitting.tokens import RowTokenizer
+from kiln_stages.labelling.markers import bracketed_in, markers_in, plain_renders
+from kiln_stages.labelling.rendering import ChatTemplate
+from kiln_stages.labelling.tokens import RowTokenizer
 
 
 def require_markers(contract: Contract) -> None:

@@ -28,9 +28,9 @@ from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.admitting.inputs import open_again
-from kiln_stages.admitting.labels import Rendered
 from kiln_stages.admitting.pipeline import RowsInput
 from kiln_stages.admitting.prepared_rows import ToolsMode
+from kiln_stages.labelling.labels import Rendered
 from kiln_stages.reading.ranges import Range, open_range
 from kiln_stages.reading.sources import json_lines
 from kiln_stages.seeing import trail

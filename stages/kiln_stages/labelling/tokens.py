@@ -28,7 +28,7 @@ import tokenizers
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
-from kiln_stages.admitting.token_bytes import TokenBytes, token_bytes
+from kiln_stages.labelling.token_bytes import TokenBytes, token_bytes
 
 Spans = Sequence[tuple[int, int]]
 Control = Literal["text", "reject"]

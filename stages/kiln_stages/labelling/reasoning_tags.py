@@ -12,7 +12,7 @@ from bisect import bisect_right
 from typing import Protocol
 
 from kiln_cli.errors import RowFault
-from kiln_stages.admitting.rendering import THINK_CLOSE, THINK_OPEN, Spans
+from kiln_stages.labelling.rendering import THINK_CLOSE, THINK_OPEN, Spans
 
 _TAG = re.compile(f"{re.escape(THINK_OPEN)}|{re.escape(THINK_CLOSE)}")
 

@@ -32,7 +32,7 @@ from jinja2.runtime import LoopContext, Macro
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
-from kiln_stages.admitting.template_limits import (
+from kiln_stages.labelling.template_limits import (
     GROWING_METHODS,
     MAX_TEXT,
     LimitedContext,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kiln_cli.errors import RowFault
-from kiln_stages.admitting.rendering import ChatTemplate, Message
+from kiln_stages.labelling.rendering import ChatTemplate, Message
 
 _MARKER = re.compile(r"<\|[^\s<>|]{1,64}\|>|<｜[^\s<>｜]{1,64}｜>|<(?:start|end)_of_turn>")
 # Markers in brackets are plain text in some families and tokens in others: all of them are, or none.

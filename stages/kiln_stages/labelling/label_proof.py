@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kiln_cli.errors import RowFault
-from kiln_stages.admitting.rendering import ChatTemplate, Message, Spans
+from kiln_stages.labelling.rendering import ChatTemplate, Message, Spans
 
 _TEXT_FIELDS = ("content", "reasoning_content", "thinking", "reasoning")
 # Stands in for the end-of-text token, to tell a text that closes the whole render from one that opens a header.

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kiln_cli.errors import RowFault
-from kiln_stages.admitting.rendering import (
+from kiln_stages.labelling.rendering import (
     BLOCK_CLOSE,
     BLOCK_OPEN,
     THINK_CLOSE,

@@ -28,10 +28,10 @@ import msgspec
 
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
-from kiln_stages.admitting.label_proof import Claim, prove
-from kiln_stages.admitting.reasoning_tags import require_paired_tags
-from kiln_stages.admitting.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
-from kiln_stages.admitting.row_marks import TOOLS, MarkedRow, Piece, Reading
+from kiln_stages.labelling.label_proof import Claim, prove
+from kiln_stages.labelling.reasoning_tags import require_paired_tags
+from kiln_stages.labelling.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
+from kiln_stages.labelling.row_marks import TOOLS, MarkedRow, Piece, Reading
 
 TOOLS_IGNORED = 'ignores `tools`; [admit] tools = "system" puts them into the system text'
 _FOLD = '; [admit] system_turn = "fold" puts its text into the first user message'
