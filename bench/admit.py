@@ -74,6 +74,10 @@ def measure(folder: Path, count: int, pairs: int, trl_python: Path | None) -> No
     for one in trl:
         print(f"admit, TRL with {one.name}: {shown(one.speeds)}; {one.started}")
         print(f"admit, kiln over TRL with {one.name}: {ratio(kiln, one.speeds)}", flush=True)
+        print(
+            f"admit, bare encode_batch over TRL with {one.name}, the most there is: {ratio(bare, one.speeds)}",
+            flush=True,
+        )
     bench.memory()
     bench.again()
 
