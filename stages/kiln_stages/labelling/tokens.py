@@ -159,7 +159,8 @@ class RowTokenizer:
     def trace(self, text: str, content_spans: Spans = (), control: Control = "text") -> tuple[list[int], list[str]]:
         """The ids of ``text`` as :meth:`encode` makes them, and the text of each; joined, the texts are ``text``.
 
-        A character that several tokens share is the first one's; white space that no token holds is the next one's.
+        A character that several tokens share is the first one's; one that no token holds goes with a neighbour, and is
+        lost where the text has no token at all.
         Raises RowFault ``control_token_in_content``.
         """
         whole = self._tokenizer.encode(text, add_special_tokens=False)
