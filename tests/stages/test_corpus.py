@@ -55,6 +55,15 @@ def test_what_is_written_is_read(corpus: Path) -> None:
     assert read_corpus(corpus) == ROWS
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8])
+def test_any_number_of_rows_is_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Parts on disk hold four rows here: none, a part, and whole parts without a rest."""
+    monkeypatch.setattr(corpus_module, "PART_ROWS", 4)
+    rows = (ROWS * 4)[:count]
+    write_corpus(tmp_path / "corpus.parquet", rows)
+    assert read_corpus(tmp_path / "corpus.parquet") == rows
+
+
 def test_labels_are_the_ids_inside_of_the_spans_and_minus_100_elsewhere(corpus: Path) -> None:
     frame = pl.read_parquet(corpus)
     assert frame["labels"].to_list() == [[-100, 6, 7, -100, -100, 10], [11, 12]]

@@ -176,7 +176,8 @@ class CorpusWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._write_part()
+                if self._rows or not self._parts:
+                    self._write_part()
                 self.file = self._join()
         finally:
             with writing(self._path):
@@ -231,6 +232,8 @@ def _lists(parts: list[bytes]) -> pl.Series:
     """A column of lists of int32 from their bytes: one long list, cut. Far cheaper than list by list."""
     import polars as pl
 
+    if not any(parts):
+        return pl.Series([[] for _ in parts], dtype=pl.List(pl.Int32))
     lengths = pl.Series("length", [len(part) // _INT32 for part in parts], dtype=pl.Int64)
     whole = pl.Series([b"".join(parts)]).bin.reinterpret(
         dtype=pl.Array(pl.Int32, int(lengths.sum())), endianness="little"
