@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kiln_stages.admitting import corpus as corpus_module
 from kiln_stages.admitting.corpus import (
     CONTEXT_LABEL,
     AdmittedRow,
