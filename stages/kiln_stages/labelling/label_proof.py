@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kiln_cli.errors import RowFault
-from kiln_stages.labelling.rendering import ChatTemplate, Message, Spans, split_blocks
+from kiln_stages.labelling.rendering import ChatTemplate, Message, Spans
 
 _TEXT_FIELDS = ("content", "reasoning_content", "thinking", "reasoning")
 # Stands in for the end-of-text token, to tell a text that closes the whole render from one that opens a header.
@@ -96,7 +96,7 @@ def _prove_context(claim: Claim) -> None:
 
 def _prove_blocks(claim: Claim) -> None:
     """The spans are made of whole generation blocks of the plain row."""
-    text, blocks = split_blocks(claim.template.render_form(claim.form, claim.tools, marked=True))
+    text, blocks = claim.template.render_marked(claim.form, claim.tools)
     starts, ends = {start for start, _ in blocks}, {end for _, end in blocks}
     if text != claim.text or any(start not in starts or end not in ends for start, end in claim.spans):
         raise RowFault("mask_disagreement", "a span is not made of whole generation blocks")
