@@ -139,7 +139,10 @@ def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def _read_byte_level(piece: str) -> bytes | None:
-    return bytes(_ALPHABET[char] for char in piece) if _ALPHABET.keys() >= set(piece) else None
+    try:
+        return piece.translate(_TO_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
 
 
 def _read_sentencepiece(piece: str) -> bytes | None:
@@ -154,4 +157,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+# Each character of the alphabet as the one of its byte; others below U+0100 as one that Latin-1 has not.
+_TO_LATIN1 = str.maketrans(
+    dict.fromkeys(map(chr, range(256)), "\uffff") | {char: chr(byte) for char, byte in _byte_alphabet().items()}
+)

@@ -16,6 +16,7 @@ marked.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from bisect import bisect_left, bisect_right
@@ -66,20 +67,26 @@ class RowTokenizer:
             unmarked = [token for token in added if token["content"] in set(special_texts) and not token["special"]]
             for token in unmarked:
                 token["special"] = True
-            self._without_control = _loaded(json.dumps(description) if unmarked else tokenizer_json)
+            self._with_marked = json.dumps(description) if unmarked else tokenizer_json
         except Exception as error:  # the tokenizers library raises bare Exception for a damaged description
             raise KilnError(
                 "KLN302",
                 f"tokenizer.json describes no tokenizer: {printable(error)}",
                 hint="restore the model directory; for the default model run `python fixtures/fetch_model.py`",
             ) from error
-        self._without_control.encode_special_tokens = True
         control = {token["content"]: int(token["id"]) for token in added if token["special"]}
         self._control_ids = frozenset(control.values())
         self._control = _any_of(control)
         self._bos = None if bos_token is None else self._tokenizer.token_to_id(bos_token)
         self._bytes = token_bytes(self._tokenizer, description)
         self._ids_tell = self._bytes is not None and self._bytes.ids_tell and self._decodes(added)
+
+    @functools.cached_property
+    def _without_control(self) -> tokenizers.Tokenizer:
+        """The tokenizer that takes the texts of control tokens as any other; made for the first row that needs it."""
+        tokenizer = _loaded(self._with_marked)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     @property
     def has_token_bytes(self) -> bool:
