@@ -69,13 +69,16 @@ def command(
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
     options |= {"map": parse_map(mapping) if mapping else None, "compat": compat}
     options |= {"file": None if piped else file, "strict": strict or None}
+    as_written = config is not None and not (assignments or model or any(options.values()))
     loaded = _config(config, model, options, assignments or [], handed_over=bool(row) or piped)
     given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
     result = run(loaded, out, load_plugins(), rows=given, workers=workers, progress=terminal)
     if json:
         terminal.json_data(result.manifest)
     terminal.say(account(result, out))
-    terminal.say(f"next: kiln train {printable(config or out / 'config.resolved.toml')} --out {printable(out)}")
+    # What the command line changed stands in the run's own config alone, and train wants the settings of admission.
+    settings = config if as_written else out / "config.resolved.toml"
+    terminal.say(f"next: kiln train {printable(settings)} --out {printable(out)}")
 
 
 def run(

@@ -62,6 +62,17 @@ def test_untouched_rows_pass_and_only_then_the_model_is_looked_for(chat: Path, k
     assert code == 3 and "KLN302" in told and ".safetensors" in told
 
 
+@pytest.mark.parametrize("options", [(), ("--set", "admit.max_tokens=300"), ("--template", "chatml")])
+def test_the_command_that_is_told_to_come_next_takes_what_was_admitted(
+    chat: Path, kiln: Kiln, options: tuple[str, ...]
+) -> None:
+    done = kiln("admit", chat / "kiln.toml", "--out", chat / "next", *options)
+    assert done.code == 0, done.err
+    (told,) = [line.removeprefix("next: kiln ") for line in done.err.splitlines() if line.startswith("next: ")]
+    done = kiln(*told.split(" "))
+    assert done.code == 3 and "KLN302" in done.err  # nothing is amiss but the weights
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
