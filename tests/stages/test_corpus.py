@@ -14,7 +14,9 @@ from kiln_stages.admitting import corpus as corpus_module
 from kiln_stages.admitting.corpus import (
     CONTEXT_LABEL,
     AdmittedRow,
+    CorpusWriter,
     _admitted_row,
+    packed,
     read_corpus,
     row_whose_labels_differ,
     write_corpus,
@@ -63,6 +65,16 @@ def test_any_number_of_rows_is_read_as_written(tmp_path: Path, monkeypatch: pyte
     rows = (ROWS * 4)[:count]
     write_corpus(tmp_path / "corpus.parquet", rows)
     assert read_corpus(tmp_path / "corpus.parquet") == rows
+
+
+@pytest.mark.parametrize("file", ["00000000.arrow", "joined.parquet"])
+def test_a_full_disk_is_told_as_one_and_leaves_what_was_there(tmp_path: Path, corpus: Path, file: str) -> None:
+    before = corpus.read_bytes()
+    with pytest.raises(KilnError, match="No space left on device") as caught, CorpusWriter(corpus) as writer:
+        next(tmp_path.glob(".kiln-tmp-*")).joinpath(file).symlink_to("/dev/full")
+        writer.write(packed(ROWS[0]))
+    assert caught.value.code == "KLN402"
+    assert corpus.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == [corpus.name]
 
 
 def test_labels_are_the_ids_inside_of_the_spans_and_minus_100_elsewhere(corpus: Path) -> None:

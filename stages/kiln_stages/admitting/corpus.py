@@ -195,9 +195,12 @@ class CorpusWriter:
 
         joined = self._scratch / "joined.parquet"
         with writing(joined):
-            pl.scan_ipc(self._parts).sink_parquet(
-                joined, compression="zstd", statistics=False, row_group_size=GROUP_ROWS, maintain_order=True
-            )
+            try:
+                pl.scan_ipc(self._parts).sink_parquet(
+                    joined, compression="zstd", statistics=False, row_group_size=GROUP_ROWS, maintain_order=True
+                )
+            except pl.exceptions.PolarsError as error:  # here polars tells of a full disk in terms of its own
+                raise OSError(str(error)) from error
         with AtomicFile(self._path) as out, open_input(joined) as stream:
             while block := stream.read(1024 * 1024):
                 out.write(block)
