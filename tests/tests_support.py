@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pathlib
 
@@ -20,3 +21,8 @@ def shared_path(relative: str) -> pathlib.Path:
             pytest.fail(message)
         pytest.skip(message)
     return path
+
+
+def packed_text(relative: str) -> str:
+    """The text of a gzip file there."""
+    return gzip.decompress(shared_path(relative).read_bytes()).decode("utf-8")

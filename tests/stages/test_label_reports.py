@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from typing import Any
 
@@ -17,7 +16,7 @@ from kiln_stages.labelling.markers import printed_markers
 from kiln_stages.labelling.rendering import ChatTemplate
 from kiln_stages.labelling.tokens import RowTokenizer
 from label_rows import CALL, RESULT, SYSTEM, TOOLS, all_templates, says, template, user
-from tests_support import shared_path
+from tests_support import packed_text, shared_path
 
 from kiln_cli.errors import RowFault
 
@@ -28,7 +27,7 @@ MISTRAL = "templates/axolotl/mistral_v2v3"
 
 
 def smollm2_json() -> str:
-    return gzip.decompress(shared_path("data/tokenizers/smollm2/tokenizer.json.gz").read_bytes()).decode("utf-8")
+    return packed_text("data/tokenizers/smollm2/tokenizer.json.gz")
 
 
 @pytest.fixture(scope="module")

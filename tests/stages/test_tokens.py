@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import types
 from typing import Any
@@ -15,15 +14,14 @@ from hypothesis import strategies as st
 from kiln_stages.labelling.labels import LabelFinder, Rendered
 from kiln_stages.labelling.rendering import ChatTemplate
 from kiln_stages.labelling.tokens import Encoded, RowTokenizer
-from tests_support import shared_path
+from tests_support import packed_text, shared_path
 
 from kiln_cli.errors import KilnError, RowFault
 
 
 @pytest.fixture(scope="module")
 def tokenizer_json() -> str:
-    packed = shared_path("data/tokenizers/smollm2/tokenizer.json.gz")
-    return gzip.decompress(packed.read_bytes()).decode("utf-8")
+    return packed_text("data/tokenizers/smollm2/tokenizer.json.gz")
 
 
 @pytest.fixture(scope="module")

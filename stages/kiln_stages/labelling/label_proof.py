@@ -3,19 +3,21 @@
 Two experiments on the text. Change all trained strings: the render may change inside of the spans only. Change all
 other strings: the spans keep their text. Both are blind to constant text on the wrong side of an edge. So without
 generation blocks every edge must also be where a prefix of the conversation, rendered alone, ends; with blocks it
-must be the edge of a block. Whatever cannot be shown is ``mask_disagreement``.
+must be the edge of a block, in the second experiment too. Whatever cannot be shown is ``mask_disagreement``.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from kiln_cli.errors import RowFault
 from kiln_stages.labelling.rendering import ChatTemplate, Message, Spans
 
+Printed = TypeVar("Printed")
 _TEXT_FIELDS = ("content", "reasoning_content", "thinking", "reasoning")
 # Stands in for the end-of-text token, to tell a text that closes the whole render from one that opens a header.
 _STAND_IN_EOS = "\ue000end\ue000"
@@ -37,7 +39,6 @@ def prove(claim: Claim) -> list[str]:
     notes = _prove_trained_text(claim)
     _prove_context(claim)
     if claim.template.has_markers:
-        _prove_blocks(claim)
         return notes
     prefixes = _Prefixes(claim)
     for turn, (start, end) in zip(claim.turns, claim.spans, strict=True):
@@ -67,7 +68,7 @@ def _stays(claim: Claim, outside: list[str], *, call_names: bool) -> bool:
     swap = _Swap(claim.template.watched, call_names=call_names)
     trained = set(claim.turns)
     changed = [swap.message(message) if i in trained else message for i, message in enumerate(claim.form)]
-    other = _render_changed(claim.template, changed, claim.tools)
+    other = _with_other_words(claim.template.render_form, changed, claim.tools)
     if not (other.startswith(outside[0]) and other.endswith(outside[-1])):
         return False
     at = len(outside[0])
@@ -80,31 +81,36 @@ def _stays(claim: Claim, outside: list[str], *, call_names: bool) -> bool:
 
 
 def _prove_context(claim: Claim) -> None:
-    """With other words in everything else, the spans keep their text."""
+    """With other words in everything else, the spans keep their text, and are still made of whole generation blocks."""
     swap = _Swap(claim.template.watched)
     trained = set(claim.turns)
     changed = [message if i in trained else swap.message(message) for i, message in enumerate(claim.form)]
     tools = None if claim.tools is None else [swap.tool(tool) for tool in claim.tools]
-    other = _render_changed(claim.template, changed, tools)
+    other, blocks = _with_other_words(claim.template.render_marked, changed, tools)
     at = 0
     for start, end in claim.spans:
-        at = other.find(claim.text[start:end], at)
+        trained_text = claim.text[start:end]
+        at = other.find(trained_text, at)
         if at < 0:
             raise RowFault("mask_disagreement", "the text of a span depends on what others say")
+        if claim.template.has_markers and (at := _at_blocks(blocks, other, trained_text, at)) < 0:
+            raise RowFault("mask_disagreement", "a span is not made of whole generation blocks")
         at += end - start
 
 
-def _prove_blocks(claim: Claim) -> None:
-    """The spans are made of whole generation blocks of the plain row."""
-    text, blocks = claim.template.render_marked(claim.form, claim.tools)
+def _at_blocks(blocks: Spans, text: str, trained: str, at: int) -> int:
+    """Where ``trained`` stands in ``text``, from ``at`` on, between the start of a block and the end of one; or -1."""
     starts, ends = {start for start, _ in blocks}, {end for _, end in blocks}
-    if text != claim.text or any(start not in starts or end not in ends for start, end in claim.spans):
-        raise RowFault("mask_disagreement", "a span is not made of whole generation blocks")
+    while at >= 0 and not (at in starts and at + len(trained) in ends):
+        at = text.find(trained, at + 1)
+    return at
 
 
-def _render_changed(template: ChatTemplate, form: list[Message], tools: list[Any] | None) -> str:
+def _with_other_words(
+    render: Callable[[list[Message], list[Any] | None], Printed], form: list[Message], tools: list[Any] | None
+) -> Printed:
     try:
-        return template.render_form(form, tools)
+        return render(form, tools)
     except RowFault as fault:
         detail = f"the template refuses the row with other words in it: {fault.detail}"
         raise RowFault("mask_disagreement", detail) from fault

@@ -32,6 +32,7 @@ from kiln_stages.labelling.label_proof import Claim, prove
 from kiln_stages.labelling.reasoning_tags import require_paired_tags
 from kiln_stages.labelling.rendering import BLOCK_CLOSE, BLOCK_OPEN, ChatTemplate, Message, Spans
 from kiln_stages.labelling.row_marks import TOOLS, MarkedRow, Piece, Reading
+from kiln_stages.labelling.strings import shared_length
 
 TOOLS_IGNORED = 'ignores `tools`; [admit] tools = "system" puts them into the system text'
 _FOLD = '; [admit] system_turn = "fold" puts its text into the first user message'
@@ -280,13 +281,13 @@ def _header_length(row: MarkedRow, reading: Reading, turn: int, first: int, gap:
     anchor = reading.pieces[first - 1].mark if first else None
     if asked is not None and (asked.pieces[-1].mark if asked.pieces else None) == anchor:
         tail = asked.text[asked.pieces[-1].end if asked.pieces else 0 :]
-        shared = _shared(tail, gap)
+        shared = shared_length(tail, gap)
         if shared in (len(tail), len(gap)):
             return shared
         # The prompt opens something that this turn does not (a think block). A turn of plain text shows where it
         # may begin; without it the two could share the first characters of two different tags.
         begun = _before_plain_turn(row, turn)
-        shared = _shared(tail, begun)
+        shared = shared_length(tail, begun)
         if begun and shared in (len(tail), len(begun)) and gap.startswith(begun[:shared]):
             return shared
     if asked is None and (begun := _before_plain_turn(row, turn)) and gap.startswith(begun):
@@ -374,24 +375,12 @@ def _prompt_header(row: MarkedRow, turn: int) -> str:
             return ""
     if asked is None or told is None:
         return ""
-    return asked.text[_shared(asked.text, told.text) :]
+    return asked.text[shared_length(asked.text, told.text) :]
 
 
 def _one_newline(ending: str) -> int:
     """The length of an end-of-turn text up to one newline behind it."""
     return min(len(ending.rstrip("\n")) + 1, len(ending))
-
-
-def _shared(left: str, right: str) -> int:
-    """The length of the common prefix."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _probe_call(content: str) -> Message:

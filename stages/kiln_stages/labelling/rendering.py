@@ -32,6 +32,7 @@ from jinja2.runtime import LoopContext, Macro
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
+from kiln_stages.labelling.strings import any_of
 from kiln_stages.labelling.template_limits import (
     GROWING_METHODS,
     MAX_TEXT,
@@ -111,7 +112,7 @@ class ChatTemplate:
         # What every render sees; a render gets a copy, so that none can leave anything behind for the next.
         self._variables: dict[str, Any] = {**self._plain.globals, "documents": None, **(special_tokens or {})}
         # What the template itself searches message text for. Whoever alters a row for an experiment keeps these whole.
-        self.watched: re.Pattern[str] = _alternatives({THINK_OPEN, THINK_CLOSE, *_searched_strings(tree)})
+        self.watched: re.Pattern[str] = any_of({THINK_OPEN, THINK_CLOSE, *_searched_strings(tree)})
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -220,20 +221,20 @@ def row_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 def split_blocks(marked: str) -> tuple[str, Spans]:
     """Take the block characters out of a marked render. Raises RowFault ``mask_disagreement`` unless they pair up."""
-    parts, spans = [], []
-    position, opened = 0, -1
-    for piece in re.split(f"([{BLOCK_OPEN}{BLOCK_CLOSE}])", marked):
-        if piece in (BLOCK_OPEN, BLOCK_CLOSE):
-            if (piece == BLOCK_OPEN) != (opened < 0):
-                raise RowFault("mask_disagreement", "generation blocks of the template are nested or unbalanced")
-            if piece == BLOCK_CLOSE:
-                spans.append((opened, position))
-            opened = position if piece == BLOCK_OPEN else -1
-        else:
-            parts.append(piece)
-            position += len(piece)
-    if opened >= 0:
-        raise RowFault("mask_disagreement", "a generation block of the template is not closed")
+    before, *opened = marked.split(BLOCK_OPEN)
+    parts, spans = [before], []
+    position = len(before)
+    for piece in opened:
+        inside, closed, behind = piece.partition(BLOCK_CLOSE)
+        if not closed and piece is opened[-1]:
+            raise RowFault("mask_disagreement", "a generation block of the template is not closed")
+        if not closed or BLOCK_CLOSE in behind:
+            raise RowFault("mask_disagreement", "generation blocks of the template are nested or unbalanced")
+        spans.append((position, position + len(inside)))
+        parts += (inside, behind)
+        position += len(inside) + len(behind)
+    if BLOCK_CLOSE in before:
+        raise RowFault("mask_disagreement", "generation blocks of the template are nested or unbalanced")
     return "".join(parts), tuple(spans)
 
 
@@ -259,10 +260,6 @@ def _decoded_call(call: Any) -> Any:
 
 def _without_content(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "content"}
-
-
-def _alternatives(texts: set[str]) -> re.Pattern[str]:
-    return re.compile("(" + "|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))) + ")")
 
 
 def _searched_strings(tree: nodes.Template) -> set[str]:

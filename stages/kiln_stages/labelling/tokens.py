@@ -29,6 +29,8 @@ import tokenizers
 
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
+from kiln_stages.labelling.shared_head import SharedHead
+from kiln_stages.labelling.strings import any_of
 from kiln_stages.labelling.token_bytes import TokenBytes, token_bytes
 
 Spans = Sequence[tuple[int, int]]
@@ -76,10 +78,11 @@ class RowTokenizer:
             ) from error
         control = {token["content"]: int(token["id"]) for token in added if token["special"]}
         self._control_ids = frozenset(control.values())
-        self._control = _any_of(control)
+        self._control = any_of(control)
         self._bos = None if bos_token is None else self._tokenizer.token_to_id(bos_token)
         self._bytes = token_bytes(self._tokenizer, description)
         self._ids_tell = self._bytes is not None and self._bytes.ids_tell and self._decodes(added)
+        self._head = SharedHead(self._tokenizer, self._control, [token["content"] for token in added])
 
     @functools.cached_property
     def _without_control(self) -> tokenizers.Tokenizer:
@@ -121,18 +124,25 @@ class RowTokenizer:
     def encode_batch(self, rows: Sequence[RenderedText], control: Control = "text") -> list[Encoded | RowFault]:
         """As :meth:`encode`, for many rows at once; a row that fails gives its fault in its place."""
         texts = [row.text for row in rows]
-        if self._ids_tell:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # sets no offsets
-        else:
+        if not self._ids_tell:
             encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [self._outcome(row, whole, control) for row, whole in zip(rows, encodings, strict=True)]
+            return [self._by_both(row, whole, control) for row, whole in zip(rows, encodings, strict=True)]
+        head, ids = self._head.of(texts)
+        rests = [text[len(head) :] for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(rests, add_special_tokens=False)  # sets no offsets
+        return [self._by_ids(row, ids + rest.ids, control) for row, rest in zip(rows, encodings, strict=True)]
 
-    def _outcome(self, row: RenderedText, whole: tokenizers.Encoding, control: Control) -> Encoded | RowFault:
+    def _by_both(self, row: RenderedText, whole: tokenizers.Encoding, control: Control) -> Encoded | RowFault:
         text, spans, content_spans = row.text, row.spans, row.content_spans
         try:
-            if not self._ids_tell:
-                return self._labelled(text, spans, content_spans, *self._placed(text, content_spans, whole, control))
-            told = self._by_decoding(text, spans, content_spans, whole.ids)
+            return self._labelled(text, spans, content_spans, *self._placed(text, content_spans, whole, control))
+        except RowFault as fault:
+            return fault
+
+    def _by_ids(self, row: RenderedText, ids: list[int], control: Control) -> Encoded | RowFault:
+        text, spans, content_spans = row.text, row.spans, row.content_spans
+        try:
+            told = self._by_decoding(text, spans, content_spans, ids)
             return told or self.encode(text, spans, content_spans, control)
         except RowFault as fault:
             return fault
@@ -349,12 +359,6 @@ def _loaded(source: str) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the longest of ``texts`` at the leftmost place; for none of them, one that never matches."""
-    ordered = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
 
 def _overlapping(offsets: list[tuple[int, int]], spans: Spans) -> list[tuple[int, int]]:
