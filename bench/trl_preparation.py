@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--against", type=Path, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:  # a cache of its own: each run prepares anew, and leaves nothing
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a field that TRL's config sets
         os.environ |= {"HF_HOME": folder, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         spent, processor, dataset = prepare(arguments.model, arguments.rows, arguments.workers, Path(folder))
         if arguments.against is not None:
