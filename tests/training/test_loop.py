@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kiln_stages.training.checkpoint import list_checkpoints, load_checkpoint
 from kiln_stages.training.loop import StepRecord, TrainRow, require_no_divergence, row_loss, supervised_positions
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.order import epoch_order
+from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256
 from kiln_stages.training.trainer import Trainer, train_adapter
 from torch import Tensor
@@ -184,6 +186,23 @@ def test_metrics_and_counts_of_a_loss_reach_the_record(model_dir: Path) -> None:
     record = next(Trainer(make_plan(model_dir, loss=loss)).steps())
     assert record.metrics == {"double": 2 * record.loss}
     assert record.counts == {"seen": record.supervised_tokens}
+
+
+def test_the_phases_of_a_step_are_timed(model_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(make_plan(model_dir))
+    outcome = train_adapter(trainer, tmp_path)
+    parts = (outcome.phases.forward, outcome.phases.backward, outcome.phases.optimizer)
+    assert all(part > 0 for part in parts)
+    assert sum(parts) < outcome.seconds
+
+
+def test_a_phase_that_fails_is_counted_too() -> None:
+    phases = PhaseSeconds()
+    with pytest.raises(ValueError, match="inside"), phases.timed("backward"):
+        time.sleep(0.01)
+        raise ValueError("inside")
+    assert phases.backward >= 0.01
+    assert (phases.forward, phases.optimizer) == (0.0, 0.0)
 
 
 def test_held_out_loss_has_both_means_and_trains_nothing(model_dir: Path) -> None:

@@ -22,6 +22,7 @@ from kiln_cli.extensions import LossBatch, LossFunction, LossOut
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.model import LanguageModel
 from kiln_stages.training.order import epoch_order, place
+from kiln_stages.training.phases import PhaseSeconds
 
 DIVERGED_RATIO, DIVERGED_GAP = 8.0, 5.0  # times the first epoch's mean; nats above the best epoch's
 
@@ -69,11 +70,13 @@ def train(
     seed: int,
     epochs: int,
     state: LoopState,
+    phases: PhaseSeconds,
 ) -> Iterator[StepRecord]:
     """Trains from where ``state`` stands to the end, yielding a record after each committed step.
 
     When a record is yielded, model, optimizer and ``state`` agree on it: that is the moment to save. A caller who stops
-    iterating leaves them so. Raises KilnError KLN104 where a loss or gradient is not finite or the loss diverged.
+    iterating leaves them so. ``phases`` takes in the seconds of each part of a step. Raises KilnError KLN104 where a
+    loss or gradient is not finite or the loss diverged.
     """
     total = epochs * len(rows)
     order: list[int] = []
@@ -85,13 +88,16 @@ def train(
             order = epoch_order(seed, epoch, len(rows))
         row = rows[order[cursor]]
 
-        out, batch = row_loss(model, loss_function, row)
-        loss = out.loss.item()
+        with phases.timed("forward"):
+            out, batch = row_loss(model, loss_function, row)
+            loss = out.loss.item()
         require_finite_loss(loss, row)
         optimizer.zero_grad(set_to_none=True)
-        out.loss.backward()  # type: ignore[no-untyped-call]
-        norms = gradient_norms(model.parameters, row)
-        optimizer.step()
+        with phases.timed("backward"):
+            out.loss.backward()  # type: ignore[no-untyped-call]
+            norms = gradient_norms(model.parameters, row)
+        with phases.timed("optimizer"):
+            optimizer.step()
 
         state.commit(loss, norms, len(rows))
         yield StepRecord(

@@ -37,6 +37,7 @@ from kiln_stages.training.metrics import begin_log
 from kiln_stages.training.model import load_language_model
 from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
 from kiln_stages.training.order import epoch_order
+from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -87,6 +88,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # trained in this call
     supervised_tokens: int
     seconds: float  # of this call
+    phases: PhaseSeconds  # of the trainer that made the steps
     stopped: bool
     checkpoint: Path | None
 
@@ -102,6 +104,7 @@ class Trainer:
         determinism.fix(config.threads)
         self.plan = plan
         self.state = LoopState()
+        self.phases = PhaseSeconds()
         self.model = load_language_model(plan.model_dir, dtype=config.dtype, attention=ATTENTION, device=config.device)
         self.model.add_lora(config.lora_rank, config.lora_alpha, plan.seed, config.target_modules)
         self.optimizer = build_optimizer(
@@ -137,6 +140,7 @@ class Trainer:
             seed=plan.seed,
             epochs=plan.config.epochs,
             state=self.state,
+            phases=self.phases,
         )
 
     def held_out(self, rows: list[TrainRow]) -> HeldOutLoss:
@@ -247,6 +251,7 @@ def train_adapter(
         tokens=tokens,
         supervised_tokens=supervised,
         seconds=time.monotonic() - started,
+        phases=trainer.phases,
         stopped=trainer.state.global_step < total,
         checkpoint=published,
     )
