@@ -1,6 +1,7 @@
 """``kiln verify-receipt``: every claim of a train receipt against the files, walked back to the raw bytes. No torch.
 
-A claim holds, fails, or cannot be checked here because a file it needs is not here. Unsigned evidence that holds is
+A claim holds, fails, or cannot be checked here because a file it needs is not here. What no digest can say (that labels
+are the template's own) is *not checked* unless ``--deep`` derives it again. Unsigned evidence that holds is
 called *consistent*: nobody changed one part without the others. It does not say who made it.
 """
 
@@ -14,7 +15,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import TRAIN_SECTIONS, load_config
-from kiln_cli.errors import KilnError, not_built
+from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file, open_input
 from kiln_cli.identity import Domain, domain_json_sha256
 from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_document, read_receipt, require_unchanged
@@ -23,6 +24,7 @@ from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import row_whose_labels_differ
 from kiln_stages.evidence.claims import (
+    NOT_CHECKED,
     Claim,
     Status,
     Unavailable,
@@ -72,7 +74,8 @@ def command(
             terminal.data(line.line())
         terminal.data(
             f"{word}: {len(verdict.named('holds'))} claims hold, {len(verdict.named('fails'))} fail, "
-            f"{len(verdict.named('not checkable here'))} not checkable here"
+            f"{len(verdict.named('not checkable here'))} not checkable here, "
+            f"{len(verdict.named('not checked'))} not checked"
         )
     if against:
         terminal.json = False  # the verdict is the one JSON object of this command
@@ -83,10 +86,8 @@ def command(
 def run(target: Path, *, deep: bool = False) -> Verdict:
     """Every claim, in the order of the chain. A damaged or unknown receipt is one failing claim, not an error.
 
-    Raises KilnError KLN204 where there is no receipt at all, KLN211 for --deep.
+    ``deep``: rows, splits, tokens and labels are derived again too. Raises KilnError KLN204 where there is no receipt.
     """
-    if deep:
-        raise not_built("verify-receipt --deep", "leave out --deep")
     path = target / RECEIPT_NAME if target.is_dir() else target
     if not path.exists():
         raise KilnError("KLN204", f"{printable(path)} does not exist", hint="name a run directory or a receipt")
@@ -94,31 +95,45 @@ def run(target: Path, *, deep: bool = False) -> Verdict:
         receipt = read_receipt(path)
     except KilnError as error:
         return Verdict([Claim("the receipt is a kiln train receipt in canonical form", "fails", error.message)])
-    return Verdict(list(_Verification(path.parent, receipt).claims()))
+    return Verdict(list(_Verification(path.parent, receipt, deep).claims()))
 
 
 class _Verification:
     """The receipt, the run directory it lies in, and the claims about both: first the receipt alone, then the files
     of the stages before, back to the raw rows, then what the training read and left."""
 
-    def __init__(self, directory: Path, receipt: TrainReceipt) -> None:
+    def __init__(self, directory: Path, receipt: TrainReceipt, deep: bool) -> None:
         self.run = directory
         self.receipt = receipt
+        self.deep = deep
 
     def claims(self) -> Iterator[Claim]:
         yield Claim("the receipt is a kiln train receipt in canonical form", "holds")
         yield from receipt_claims(self.receipt)
         admit = yield from manifest_claims(self.run, "admit", self.receipt.previous)
+        prepare = None
         if admit is not None:
             yield from self._admit_claims(admit)
             if admit.previous is not None:
                 prepare = yield from data_claims(self.run, admit.previous)
                 if prepare is not None:
                     yield from self._stage_claims(prepare)
+        yield from self._deep_claims(admit, prepare)
         yield claim("train settings are those of config.resolved.toml", self._check_run_config)
         yield claim("base model weights are the ones trained on", self._check_base_model)
         yield claim("the model's config.json is the one trained on", self._check_model_config)
         yield from output_claims(self.run, self.receipt)
+
+    def _deep_claims(self, admit: StageManifest | None, prepare: StageManifest | None) -> Iterator[Claim]:
+        """What digests cannot say: it takes the stages to be run again, or is named as not checked."""
+        if not self.deep:
+            yield NOT_CHECKED
+        elif admit is None:
+            yield Claim(NOT_CHECKED.name, "not checkable here", "admit_manifest.json is not here")
+        else:
+            from kiln_stages.evidence.deep_claims import deep_claims
+
+            yield from deep_claims(self.run, self.receipt, admit, prepare)
 
     def _stage_claims(self, manifest: StageManifest) -> Iterator[Claim]:
         """The receipt against a stage's manifest."""

@@ -60,12 +60,12 @@ def _require_equal(path: Path, written: IngestionReceipt, found: IngestionReceip
         return
     raise KilnError(
         "KLN207",
-        f"{printable(path)} does not say what its rows give: {_difference(written, found)}",
+        f"{printable(path)} does not say what its rows give: {ingestion_difference(written, found)}",
         hint="run `kiln admit` again; if the rows should not have changed, restore them first",
     )
 
 
-def _difference(written: IngestionReceipt, found: IngestionReceipt) -> str:
+def ingestion_difference(written: IngestionReceipt, found: IngestionReceipt) -> str:
     """The first difference, in words: of the rows if they differ, else of another field."""
     kept = _first_difference(written.kept_row_hashes, found.kept_row_hashes)
     if kept is not None:

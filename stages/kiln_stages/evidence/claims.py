@@ -20,8 +20,9 @@ from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, MANIFEST_SCHEMA, DropSummary,
 from kiln_cli.text import printable
 from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
 
-Status = Literal["holds", "fails", "not checkable here"]
-MARKS: dict[Status, str] = {"holds": "ok  ", "fails": "FAIL", "not checkable here": "n/a "}
+# "not checkable here": a file is missing. "not checked": it was not asked for (verify-receipt without --deep).
+Status = Literal["holds", "fails", "not checkable here", "not checked"]
+MARKS: dict[Status, str] = {"holds": "ok  ", "fails": "FAIL", "not checkable here": "n/a ", "not checked": "--  "}
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -33,6 +34,13 @@ class Claim(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         return f"{MARKS[self.status]}  {self.name}" + (f": {self.detail}" if self.detail else "")
+
+
+NOT_CHECKED = Claim(
+    "labels are the template's own, rows and splits those of the raw data",
+    "not checked",
+    "digests cannot tell; --deep derives them again",
+)
 
 
 class Unavailable(Exception):
