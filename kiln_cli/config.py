@@ -186,6 +186,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     target_modules: Annotated[list[NonEmpty], Meta(min_length=1)] | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_interval: Count | None = None
+    heldout_interval: Count | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Count | None = None

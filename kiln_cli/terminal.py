@@ -10,7 +10,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -30,6 +31,26 @@ class Progress(Protocol):
     def task(self, label: str, total: int | None, unit: str) -> Any:
         """A context manager that yields a :class:`Task`."""
         ...
+
+
+class Speed:
+    """How much is done a second, over the latest seconds: what a person wants to see of something that varies."""
+
+    WINDOW = 15.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[float, int]] = deque([(clock(), 0)])  # moments, and how much was done until then
+
+    def add(self, amount: int) -> None:
+        now = self._clock()
+        self._marks.append((now, self._marks[-1][1] + amount))
+        while len(self._marks) > 2 and self._marks[1][0] <= now - self.WINDOW:
+            self._marks.popleft()
+
+    def a_second(self) -> float:
+        (began, before), (ended, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (ended - began) if ended > began else 0.0
 
 
 class _SilentTask:
@@ -111,16 +132,28 @@ class _Lines:
     def __init__(self, label: str, total: int | None, unit: str) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._done = 0
-        self._last = self._started = time.monotonic()
+        self._last = time.monotonic()
+        self._speed = Speed()
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self._done += count
+        self._speed.add(count)
         now = time.monotonic()
         if now - self._last >= LINE_EVERY_SECONDS:
             self._last = now
+            rate = self._speed.a_second()
             of = f" of {self._total}" if self._total is not None else ""
-            rate = f"{self._done / (now - self._started):,.1f} {self._unit}/s"
-            sys.stderr.write(printable(f"{self._label}: {self._done}{of} {self._unit}, {rate}  {note}".rstrip()) + "\n")
+            left = f", {duration((self._total - self._done) / rate)} left" if self._total is not None and rate else ""
+            line = f"{self._label}: {self._done}{of} {self._unit}, {rate:,.1f} {self._unit}/s{left}  {note}"
+            sys.stderr.write(printable(line.rstrip()) + "\n")
+            sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them: 0:42, 12:05, 3:00:59."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @contextmanager

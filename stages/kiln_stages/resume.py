@@ -60,8 +60,9 @@ def run(
     started = time.monotonic()
     require_train_extra("kiln resume")
     from kiln_stages.training.checkpoint import list_checkpoints
-    from kiln_stages.training.run_training import TrainResult, finish, finished, read_inputs, read_training, run_steps
+    from kiln_stages.training.run_training import TrainResult, finish, finished, read_inputs, run_steps
     from kiln_stages.training.trainer import Trainer, require_no_later
+    from kiln_stages.training.training_file import read_training
 
     with run_lock(out, "kiln resume"):
         inputs = read_inputs(config, out, plugins, progress)
@@ -80,7 +81,7 @@ def run(
             return TrainResult(
                 receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal, resumed_from=step
             )
-        receipt = finish(trainer, inputs, training, started, outcome)
+        receipt = finish(trainer, inputs, training, started, outcome, progress)
         return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step)
 
 

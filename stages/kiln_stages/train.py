@@ -52,15 +52,16 @@ def run(
     started = time.monotonic()
     require_train_extra("kiln train")
     from kiln_stages.training.run_training import (
-        TRAINING_NAME,
         TrainResult,
         finish,
         finished,
+        held_out_loss,
         move_aside,
         read_inputs,
         run_steps,
     )
     from kiln_stages.training.trainer import Trainer
+    from kiln_stages.training.training_file import TRAINING_NAME
 
     with run_lock(out, "kiln train"):
         inputs = read_inputs(config, out, plugins, progress)
@@ -70,19 +71,19 @@ def run(
             move_aside(out)
         _require_room(inputs)
         trainer = Trainer(inputs.plan())
-        training = inputs.training(trainer.held_out(inputs.held_out) if inputs.held_out else None)
+        training = inputs.training(held_out_loss(trainer, inputs, progress, "before"))
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
         write_file(inputs.directory / TRAINING_NAME, document(training))
         outcome, signal = run_steps(trainer, inputs, progress)
         if outcome.stopped:
             return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
-        return TrainResult(receipt=finish(trainer, inputs, training, started, outcome), outcome=outcome)
+        return TrainResult(receipt=finish(trainer, inputs, training, started, outcome, progress), outcome=outcome)
 
 
 def _require_room(inputs: Inputs) -> None:
     """A run directory holds one training. Raises KilnError KLN208 with both digests, or for one that can be resumed."""
     from kiln_stages.training.checkpoint import list_checkpoints
-    from kiln_stages.training.run_training import read_training
+    from kiln_stages.training.training_file import read_training
 
     found, wanted = read_training(inputs.directory), inputs.training()
     where = printable(inputs.directory)

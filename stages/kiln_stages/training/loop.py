@@ -9,7 +9,7 @@ Axes: T tokens of a row, N supervised positions, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.model import LanguageModel
 from kiln_stages.training.order import epoch_order, place
 from kiln_stages.training.phases import PhaseSeconds
+from kiln_stages.training.training_file import HeldOutLoss
 
 DIVERGED_RATIO, DIVERGED_GAP = 8.0, 5.0  # times the first epoch's mean; nats above the best epoch's
 
@@ -50,15 +51,6 @@ class StepRecord(NamedTuple):
     supervised_tokens: int
     metrics: dict[str, float]  # the loss function's own
     counts: dict[str, int]
-
-
-class HeldOutLoss(NamedTuple):
-    """Loss on rows that are not trained on: the mean of row means, and the mean over all supervised tokens."""
-
-    rows: int
-    supervised_tokens: int
-    mean_per_row: float
-    mean_per_token: float
 
 
 def train(
@@ -146,7 +138,12 @@ def supervised_positions(row: TrainRow) -> list[int]:
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, loss_function: LossFunction, rows: Sequence[TrainRow]) -> HeldOutLoss:
+def evaluate(
+    model: LanguageModel,
+    loss_function: LossFunction,
+    rows: Sequence[TrainRow],
+    on_row: Callable[[], None] = lambda: None,
+) -> HeldOutLoss:
     """Held-out loss, in the order of ``rows``; nothing is trained. Raises KilnError KLN104 where it is not finite."""
     means: list[float] = []
     sums: list[float] = []
@@ -158,6 +155,7 @@ def evaluate(model: LanguageModel, loss_function: LossFunction, rows: Sequence[T
         means.append(loss)
         sums.append(loss * len(batch.targets))
         tokens += len(batch.targets)
+        on_row()
     if not means:
         return HeldOutLoss(0, 0, 0.0, 0.0)
     return HeldOutLoss(len(means), tokens, math.fsum(means) / len(means), math.fsum(sums) / tokens)

@@ -14,7 +14,6 @@ import msgspec
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import FS, hash_file, write_file, writing
-from kiln_cli.identity import canonical_json, sha256_hex
 from kiln_cli.manifests import (
     RECEIPT_NAME,
     document,
@@ -32,31 +31,16 @@ from kiln_cli.receipts import (
     StageManifest,
     TrainReceipt,
 )
-from kiln_cli.terminal import Progress, table
+from kiln_cli.terminal import Progress, Speed, table
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.training.interrupts import settle_on_signals
-from kiln_stages.training.loop import HeldOutLoss, StepRecord, TrainRow
+from kiln_stages.training.loop import StepRecord, TrainRow
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
 from kiln_stages.training.train_receipt import Evidence, describe
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
-
-TRAINING_SCHEMA = "kiln.training.v1"
-TRAINING_NAME = "training.json"
-
-
-class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``train/training.json``: which training the directory holds, and the held-out loss before its first step."""
-
-    schema: str = TRAINING_SCHEMA
-    adapter: str
-    config_sha256: str
-    corpus_sha256: str  # content_sha256 of admit_manifest.json
-    held_out_before: HeldOutLoss | None
-
-    def digest8(self) -> str:
-        return sha256_hex(canonical_json([self.adapter, self.config_sha256, self.corpus_sha256]))[:8]
+from kiln_stages.training.training_file import TRAINING_NAME, TRAINING_SCHEMA, HeldOutLoss, Training
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,10 +136,12 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
     """Reads what admit left, admits the rows a second time, and hashes the base weights.
 
     Raises KilnError: KLN206 where admit has not run, KLN207 where a file or setting changed after it or the rows give
-    another receipt, KLN212 for a loss that no plugin has, KLN302 for missing model files.
+    another receipt, KLN203 for `heldout_interval` without held-out rows, KLN212 for a loss that no plugin has, KLN302
+    for missing model files.
     """
     admit = read_manifest(out, "admit")
     _require_settings(config, admit, out)
+    _require_held_out(config, admit, out)
     plugins.losses.get(config.run.train.loss)  # a name that is unknown need not wait for the rows
     for ref in admit.outputs:
         if ref.kind != "rejected_rows":  # private, and no input of a training
@@ -173,23 +159,6 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
         shards=weight_shards(config.model_dir()),
         plugins=plugins,
     )
-
-
-def read_training(directory: Path) -> Training | None:
-    """Which training a ``train/`` directory holds; None for a directory that is not there or is empty.
-
-    Raises KilnError KLN208 where it holds something else.
-    """
-    path = directory / TRAINING_NAME
-    if path.exists():
-        return read_document(path, Training, TRAINING_SCHEMA)
-    if directory.exists() and any(directory.iterdir()):
-        raise KilnError(
-            "KLN208",
-            f"{printable(directory)} holds files but no {TRAINING_NAME}: it is no training that kiln began",
-            hint="use another --out, or --fresh, which moves it aside",
-        )
-    return None
 
 
 def finished(inputs: Inputs) -> TrainReceipt | None:
@@ -239,18 +208,30 @@ def run_steps(trainer: Trainer, inputs: Inputs, progress: Progress) -> tuple[Out
     """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
     left = trainer.plan.total_steps - trainer.state.global_step
     with settle_on_signals() as stop, progress.task("train", left, "steps") as task:
+        speed = Speed()
 
         def show(record: StepRecord) -> None:
-            task.advance(note=f"epoch {record.epoch + 1}  loss {record.loss:.4f}")
+            speed.add(record.tokens)
+            task.advance(note=f"epoch {record.epoch + 1}  loss {record.loss:.4f}  {speed.a_second():,.0f} tokens/s")
 
-        outcome = train_adapter(trainer, inputs.directory, stop=stop, on_step=show)
+        outcome = train_adapter(trainer, inputs.directory, stop=stop, on_step=show, held_out=inputs.held_out)
     return outcome, stop.signal
 
 
-def finish(trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome) -> TrainReceipt:
+def held_out_loss(trainer: Trainer, inputs: Inputs, progress: Progress, when: str) -> HeldOutLoss | None:
+    """The loss on the held-out rows as the model stands; None where there are no such rows."""
+    if not inputs.held_out:
+        return None
+    with progress.task(f"held-out loss {when}", len(inputs.held_out), "rows") as task:
+        return trainer.held_out(inputs.held_out, task.advance)
+
+
+def finish(
+    trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome, progress: Progress
+) -> TrainReceipt:
     """Held-out loss after the last step, the adapter's files, and the receipt, in this order."""
     before = training.held_out_before
-    after = trainer.held_out(inputs.held_out) if inputs.held_out else None
+    after = held_out_loss(trainer, inputs, progress, "after")
     adapter = trainer.write_adapter(inputs.directory / "adapter")
     held = None
     if before is not None and after is not None:
@@ -308,6 +289,17 @@ def _require_settings(config: LoadedConfig, admit: StageManifest, out: Path) -> 
             "KLN207",
             f"{names} of the config changed after `kiln admit`: digest {found}, expected {admit.config_sha256}",
             hint=f"run `kiln admit` again, or train with {printable(out)}/config.resolved.toml",
+        )
+
+
+def _require_held_out(config: LoadedConfig, admit: StageManifest, out: Path) -> None:
+    """An interval that nothing could be measured at would be a setting without effect."""
+    interval = config.run.train.heldout_interval
+    if interval is not None and not _has(admit, "admit/heldout.parquet"):
+        raise KilnError(
+            "KLN203",
+            f"[train] heldout_interval = {interval}, and {printable(out)} has no held-out rows",
+            hint="leave the key out; `kiln prepare` of raw rows makes a validation split, which is held out",
         )
 
 

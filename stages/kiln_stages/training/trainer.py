@@ -7,7 +7,7 @@ it through the steps that are left, keeping the log and publishing checkpoints.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from kiln_stages.training.checkpoint_manifest import (
     require_same,
     scheduler_state,
 )
-from kiln_stages.training.loop import HeldOutLoss, StepRecord, TrainRow, evaluate, train
+from kiln_stages.training.loop import StepRecord, TrainRow, evaluate, train
 from kiln_stages.training.loop_state import STATE_TYPE, LoopState
 from kiln_stages.training.lora import adapter_config, load_adapter, restore, store
 from kiln_stages.training.metrics import begin_log
@@ -39,6 +39,7 @@ from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effecti
 from kiln_stages.training.order import epoch_order
 from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors
+from kiln_stages.training.training_file import HeldOutLoss
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ATTENTION = "sdpa"
@@ -87,7 +88,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int  # committed before this call
     tokens: int  # trained in this call
     supervised_tokens: int
-    seconds: float  # of this call
+    seconds: float  # of this call, held-out losses aside
     phases: PhaseSeconds  # of the trainer that made the steps
     stopped: bool
     checkpoint: Path | None
@@ -143,8 +144,8 @@ class Trainer:
             phases=self.phases,
         )
 
-    def held_out(self, rows: list[TrainRow]) -> HeldOutLoss:
-        return evaluate(self.model, self.plan.loss, rows)
+    def held_out(self, rows: Sequence[TrainRow], on_row: Callable[[], None] = lambda: None) -> HeldOutLoss:
+        return evaluate(self.model, self.plan.loss, rows, on_row)
 
     def publish_checkpoint(self, directory: Path) -> Path:
         """An exact checkpoint of this moment, which must be between steps."""
@@ -221,20 +222,29 @@ def train_adapter(
     *,
     stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    held_out: Sequence[TrainRow] = (),
 ) -> Outcome:
     """Runs the steps that are left, logging each in ``directory/metrics.jsonl`` and publishing checkpoints there.
 
+    Every ``heldout_interval`` steps, the last aside, the step's line has the loss on ``held_out`` as well.
     A checkpoint comes every ``checkpoint_interval`` steps, never for the last. ``stop`` is asked after each committed
     step; where it says yes and steps remain, a checkpoint is published and the run ends. Raises KilnError KLN104 for a
     loss or gradient that is not finite and for divergence, KLN402 for the disk, KLN403 for memory.
     """
     interval, total = trainer.plan.config.checkpoint_interval, trainer.plan.total_steps
+    every = trainer.plan.config.heldout_interval
     started, first_step = time.monotonic(), trainer.state.global_step
     tokens = supervised = 0
+    aside = 0.0
     published: Path | None = None
     with begin_log(directory / "metrics.jsonl", trainer.state.loss_history) as log:
         for record in _or_out_of_memory(trainer.steps()):
-            log.append(canonical_json(record._asdict()))
+            line = record._asdict()
+            if record.step < total and held_out and every and record.step % every == 0:
+                began = time.monotonic()
+                line["held_out"] = trainer.held_out(held_out)._asdict()
+                aside += time.monotonic() - began
+            log.append(canonical_json(line))
             on_step(record)
             tokens += record.tokens
             supervised += record.supervised_tokens
@@ -250,7 +260,7 @@ def train_adapter(
         first_step=first_step,
         tokens=tokens,
         supervised_tokens=supervised,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - started - aside,
         phases=trainer.phases,
         stopped=trainer.state.global_step < total,
         checkpoint=published,
