@@ -6,7 +6,9 @@ pointing at the same files). Unknown keys are refused. ``docs/config.md`` lists 
 
 from __future__ import annotations
 
+import math
 import os
+import struct
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,7 +22,8 @@ from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
-from kiln_cli.request_form import in_request_terms, is_request, read_request
+from kiln_cli.refused_keys import REFUSED_KEYS
+from kiln_cli.request_form import from_decimal, in_request_terms, is_request, read_request
 from kiln_cli.sections import CrossFault, Section, assign, decode, place, without_none
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
@@ -187,15 +190,35 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_interval: Count | None = None
     heldout_interval: Count | None = None
+    allow_adapter_shape_conversion: bool = False
+    auto_load: bool = False
+    train_mtp: bool | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Count | None = None
 
     DEFAULT_RATES: ClassVar[dict[str, float]] = {"muon": 1e-3, "adam_w": 1e-4, "sgd": 1e-4}
+    ODD_RATE: ClassVar[float] = 50.0  # times the default, or the default divided by it: outside, a rate is warned of
+    MUON_RANKS: ClassVar[dict[str, tuple[int, float]]] = {"cpu": (2, math.inf), "cuda": (2, 48)}
+    # Keys of the public server that have one value here: the other one would ask for what kiln never does.
+    ONLY_FALSE: ClassVar[dict[str, str]] = {
+        "allow_adapter_shape_conversion": "an adapter is never converted; a base adapter must fit as it is",
+        "auto_load": "there is no server here that could load the adapter",
+        "train_mtp": "heads for several tokens at once are not trained",
+    }
 
     @property
     def rate(self) -> float:
         return self.DEFAULT_RATES[self.optimizer.kind] if self.learning_rate is None else self.learning_rate
+
+    def warnings(self) -> Iterable[str]:
+        """What is allowed and unlikely to be meant."""
+        default = self.DEFAULT_RATES[self.optimizer.kind]
+        if not default / self.ODD_RATE <= self.rate <= default * self.ODD_RATE:
+            yield (
+                f"train.learning_rate = {self.rate:g} is {self.rate / default:.3g} times the default {default:g} of "
+                f"optimizer kind {self.optimizer.kind!r}"
+            )
 
     def faults(self) -> Iterable[CrossFault]:
         if NAME_PATTERN.match(self.adapter) is None:
@@ -203,43 +226,42 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 ("adapter",),
                 f"adapter = {printable(self.adapter)!r} is no name (letters, digits, '.', '_', '-'; no leading dot)",
             )
-        if not 1.2e-38 < self.rate < 3.4e38:
+        if not _survives_float32(self.rate):
             yield CrossFault(
                 ("learning_rate", "optimizer"), f"learning_rate = {self.rate} is zero or infinite as a 32-bit float"
             )
-        if self.lora_alpha / self.lora_rank > 2.0 and not self.allow_high_lora_scale:
+        yield from self._scale_faults()
+        lowest, highest = self.MUON_RANKS[self.device]
+        if self.optimizer.kind == "muon" and not lowest <= self.lora_rank <= highest:
+            bounds = f"{lowest} or more" if highest == math.inf else f"{lowest} to {highest:g}"
+            yield CrossFault(
+                ("lora_rank", "optimizer", "device"),
+                f"lora_rank = {self.lora_rank} is out of bounds for optimizer kind 'muon' on {self.device} ({bounds})",
+            )
+        for name, reason in self.ONLY_FALSE.items():
+            if getattr(self, name):
+                yield CrossFault((name,), f"{name} = true is refused: {reason}")
+
+    def _scale_faults(self) -> Iterable[CrossFault]:
+        scale = self.lora_alpha / self.lora_rank
+        if scale > 2.0 and not self.allow_high_lora_scale:
             yield CrossFault(
                 ("lora_alpha", "lora_rank"),
-                f"lora_alpha / lora_rank = {self.lora_alpha / self.lora_rank:g} is above 2"
-                " (allow_high_lora_scale = true permits it)",
+                f"lora_alpha / lora_rank = {scale:g} is above 2 (allow_high_lora_scale = true permits it)",
             )
-        if self.optimizer.kind == "muon" and self.lora_rank < 2:
+        elif not _survives_float32(scale):
             yield CrossFault(
-                ("lora_rank", "optimizer"), "lora_rank = 1 is too low for optimizer kind 'muon' (2 or more)"
+                ("lora_alpha", "lora_rank"),
+                f"lora_alpha / lora_rank = {scale:g} is zero or infinite as a 32-bit float",
             )
 
 
-# What users of general trainers look for, and why this profile has no such key.
-REFUSED_KEYS = {
-    **dict.fromkeys(
-        ("batch_size", "per_device_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
-        "native_online_lora_v1 takes one conversation a step",
-    ),
-    **dict.fromkeys(
-        ("scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
-        "native_online_lora_v1 keeps the learning rate constant",
-    ),
-    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "native_online_lora_v1 does not clip gradients"),
-    **dict.fromkeys(("lora_dropout", "dropout"), "native_online_lora_v1 has no dropout"),
-    **dict.fromkeys(
-        ("packing", "padding", "padding_free", "max_length", "max_seq_length", "max_sequence_length", "truncation"),
-        "rows are never packed, padded or cut",
-    ),
-    **dict.fromkeys(
-        ("detect_anomaly", "grad_checkpoint_segments", "adapter_smoke_test", "base_adapter", "train_mtp"),
-        "not built in this version",
-    ),
-}
+def _survives_float32(value: float) -> bool:
+    """Whether a positive number is still above zero and finite when it is rounded to 32 bits."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0]) > 0
+    except OverflowError:
+        return False
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -332,12 +354,21 @@ def load_config(path: Path | None, assignments: Iterable[str] = (), options: Opt
             f"{printable(path)} has schema {printable(repr(found))}, expected {SCHEMA!r}",
             hint=f'begin the file with schema = "{SCHEMA}"; a JSON file may be a request with dataset_path instead',
         )
+    if path.suffix == ".json":
+        _read_seed(value)
     faults: list[str] = []
     run = _overridden(value, overrides, faults)
     if faults or run is None:
         raise _faulty(path, text, faults)
     base = path.parent if run.base_dir is None else path.parent / run.base_dir
     return LoadedConfig(run=msgspec.structs.replace(run, base_dir=None), base_dir=base, path=path)
+
+
+def _read_seed(value: dict[str, Any]) -> None:
+    """A JSON config may write its seed as decimal text, since 64 bits are more than a reader's double holds."""
+    project = value.get("project")
+    if isinstance(project, dict) and "seed" in project:
+        project["seed"] = from_decimal(project["seed"])
 
 
 def _load_nothing(overrides: Overrides) -> LoadedConfig:

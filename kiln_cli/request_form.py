@@ -29,16 +29,15 @@ KEYS = {
     "config.allow_high_lora_scale": "train.allow_high_lora_scale",
     "config.optimizer": "train.optimizer",
     "config.checkpoint_interval": "train.checkpoint_interval",
+    "config.allow_adapter_shape_conversion": "train.allow_adapter_shape_conversion",
+    "config.auto_load": "train.auto_load",
+    "config.train_mtp": "train.train_mtp",
     "config.seed": "project.seed",
 }
-# Of the keys that this version refuses, those that only a request has. ``config.REFUSED_KEYS`` has the others.
+# Of the keys that this version refuses, those that only a request has. ``refused_keys.py`` has the others.
 REFUSED = {
     "dataset_split": "named datasets are not built in this version",
     "post_eval": "not built in this version",
-    "adapter_smoke_prompts": "not built in this version",
-    "allow_adapter_shape_conversion": "not built in this version",
-    "auto_load": "no server is here that could load the adapter",
-    "resume_checkpoint": "`kiln resume RUN` goes on from the run's own checkpoint",
 }
 _SOURCES = ("examples", "dataset_path", "dataset")
 _TOP = (*_SOURCES, "config")
@@ -105,6 +104,11 @@ def read_request(value: Mapping[str, Any], refused: Mapping[str, str]) -> Reques
     return Request(settings=settings, examples=examples, faults=faults, ignored=ignored)
 
 
+def from_decimal(value: object) -> object:
+    """Seeds are written as decimal text, since 64 bits are more than a double holds; other values pass as they are."""
+    return int(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
+
+
 def in_request_terms(fault: str) -> str:
     """A fault of the config that was made of a request, with the request's key in front."""
     for theirs, ours in KEYS.items():
@@ -125,7 +129,7 @@ def _read_config(
         if key not in known:
             faults.append(unknown_key(key, known, "config", refused))
         elif key == "seed":
-            _set(settings, KEYS["config.seed"], _seed(config[key]))
+            _set(settings, KEYS["config.seed"], from_decimal(config[key]))
         else:
             _set(settings, KEYS[f"config.{key}"], config[key])
 
@@ -135,11 +139,6 @@ def _given(table: Mapping[str, Any], prefix: str, ignored: list[str]) -> list[st
     if "ingestion" in table:
         ignored.append(f"{prefix}ingestion")
     return [key for key, item in table.items() if key != "ingestion" and (item is not None or key not in _NULLABLE)]
-
-
-def _seed(value: object) -> object:
-    """Requests write the seed as decimal text, since 64 bits are more than a double holds."""
-    return int(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
 
 
 def _set(settings: dict[str, Any], path: str, value: object) -> None:

@@ -30,6 +30,8 @@ def command(
 ) -> None:
     """Train a LoRA adapter on the admitted rows, one conversation a step."""
     loaded = load_config(config, assignments or ())
+    for text in loaded.run.train.warnings():
+        terminal.warn(text)
     result = run(loaded, out, load_plugins(), fresh=fresh, progress=terminal)
     if json and result.receipt is not None:
         terminal.json_data(result.receipt)

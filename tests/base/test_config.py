@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kiln_cli.config import REFUSED_KEYS, LoadedConfig, load_config
+from kiln_cli.config import LoadedConfig, load_config
 from kiln_cli.errors import KilnError
+from kiln_cli.refused_keys import REFUSED_KEYS
 
 HEAD = 'schema = "kiln.config.v1"\n'
 SECTIONS = ("project", "model", "datasets", "data", "admit", "train")
@@ -94,6 +95,17 @@ def test_the_refused_names_cover_what_people_look_for() -> None:
         "max_grad_norm",
         "lora_dropout",
         "packing",
+        "max_steps",
+        "group_by_length",
+        "neftune_noise_alpha",
+        "label_smoothing_factor",
+        "cutoff_len",
+        "sequence_len",
+        "use_dora",
+        "bf16",
+        "gradient_checkpointing",
+        "resume_from_checkpoint",
+        "report_to",
     } <= set(REFUSED_KEYS)
 
 
@@ -123,7 +135,7 @@ def test_the_refused_names_cover_what_people_look_for() -> None:
         "[train]\nlearning_rate = 0.0\n",
         "[train]\nlearning_rate = nan\n",
         "[train]\nlearning_rate = inf\n",
-        "[train]\nlearning_rate = 1e-40\n",
+        "[train]\nlearning_rate = 1e-46\n",
         "[train]\nlora_rank = 4\nlora_alpha = 9\n",
         "[train]\nlora_alpha = inf\nallow_high_lora_scale = true\n",
         "[train]\nlora_rank = 1\nlora_alpha = 1\n",
