@@ -58,6 +58,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: NonEmpty | None = None
     id: NonEmpty | None = None
 
+    def faults(self) -> Iterable[CrossFault]:
+        if self.id is not None and (self.id[0] in "/.~" or "\\" in self.id):
+            yield CrossFault(
+                ("id",),
+                f"id = {printable(self.id)!r} is a path, which adapters and receipts would carry; give a name",
+            )
+
 
 class DatasetConfig(Section, frozen=True, kw_only=True):
     """One source of raw rows. ``id`` goes before the rows' own ids; the file's name without suffix if not given."""

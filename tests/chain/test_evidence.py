@@ -67,6 +67,7 @@ DAMAGES = [
     ("run/admit/rejected.jsonl", "admit/rejected.jsonl"),
     ("run/train/adapter/adapter_model.safetensors", "adapter_model.safetensors"),
     ("run/train/adapter/adapter_config.json", "adapter_config.json"),
+    ("run/train/adapter/README.md", "README.md"),
     ("run/train/metrics.jsonl", "metrics.jsonl"),
     ("run/config.resolved.toml", "config.resolved.toml"),
     ("run/data_manifest.json", "data_manifest.json"),

@@ -68,6 +68,7 @@ def test_a_training_leaves_adapter_log_checkpoints_and_receipt(finished: Made) -
         "train/adapter/adapter_config.json",
         "train/adapter/adapter_model.safetensors",
         "train/metrics.jsonl",
+        "train/adapter/README.md",
     ]
     lines = [json.loads(line) for line in (out / "train" / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))

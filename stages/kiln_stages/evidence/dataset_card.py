@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from kiln_cli.manifests import nonzero
 from kiln_cli.receipts import FileRef, IngestionReceipt, StageManifest
-from kiln_cli.text import printable
+from kiln_stages.evidence.markdown import code_span, table_row
 
 # What the Hub calls data sets of fewer rows than the number; the last has no end.
 SIZES = (
@@ -135,19 +135,19 @@ def _rows(manifest: StageManifest, splits: Sequence[Split]) -> str:
     refused = [nonzero(each["reasons"]) for each in counts]
     reasons = dict.fromkeys(name for each in refused for name in each)
     lines = [
-        _line("", [split.name for split in splits]),
-        _line("---", ["---:"] * len(splits)),
-        _line("source", [_code(shown_locator(each)) for each in receipts]),
-        _line("rows read", [each.rows_read for each in receipts]),
-        *(_line(f"refused: {_code(name)}", [each.get(name, 0) for each in refused]) for name in reasons),
-        _line("rows kept", [each.rows_kept for each in receipts]),
-        _line("tokens", [each["tokens"] for each in counts]),
-        _line("supervised tokens", [each["supervised_tokens"] for each in counts]),
-        _line("tokens of the longest row", [each["longest_row"] for each in counts]),
-        _line("a row that is refused", [_POLICIES[each.invalid_row_policy] for each in receipts]),
+        table_row("", [split.name for split in splits]),
+        table_row("---", ["---:"] * len(splits)),
+        table_row("source", [code_span(shown_locator(each)) for each in receipts]),
+        table_row("rows read", [each.rows_read for each in receipts]),
+        *(table_row(f"refused: {code_span(name)}", [each.get(name, 0) for each in refused]) for name in reasons),
+        table_row("rows kept", [each.rows_kept for each in receipts]),
+        table_row("tokens", [each["tokens"] for each in counts]),
+        table_row("supervised tokens", [each["supervised_tokens"] for each in counts]),
+        table_row("tokens of the longest row", [each["longest_row"] for each in counts]),
+        table_row("a row that is refused", [_POLICIES[each.invalid_row_policy] for each in receipts]),
     ]
     notes = [
-        f"- {split.name}: {what} {_code(name)}, in {number:,} rows"
+        f"- {split.name}: {what} {code_span(name)}, in {number:,} rows"
         for split, each in zip(splits, counts, strict=True)
         for what, found in (
             ("a field that changes nothing and was left out:", each["ignored_fields"]),
@@ -163,15 +163,15 @@ _POLICIES = {"skip": "is counted and left out", "fail": "refuses the file"}
 
 def _rendering(details: dict[str, Any]) -> str:
     template, tools = details["template"], details.get("tools") or {"mode": "native", "prompt": None}
-    prompt = f", by {_code(tools['prompt'])} ({tools['prompt_sha256']})" if tools["prompt"] else ""
+    prompt = f", by {code_span(tools['prompt'])} ({tools['prompt_sha256']})" if tools["prompt"] else ""
     cap = "none" if details.get("max_tokens") is None else f"{details['max_tokens']:,}"
-    files = [f"| {_code(name)} | sha256:{digest} |" for name, digest in details["tokenizer"].items()]
+    files = [f"| {code_span(name)} | sha256:{digest} |" for name, digest in details["tokenizer"].items()]
     return "\n".join(
         [
             "| | |",
             "|---|---|",
-            f"| chat template | {_code(template['name'])}, {template['sha256']} |",
-            f"| tools | {_code(tools['mode'])}{prompt} |",
+            f"| chat template | {code_span(template['name'])}, {template['sha256']} |",
+            f"| tools | {code_span(tools['mode'])}{prompt} |",
             f"| most tokens a row may have | {cap} |",
             *files,
         ]
@@ -189,7 +189,7 @@ def _evidence(manifest: StageManifest, splits: Sequence[Split]) -> str:
         f"| `kiln/admit_manifest.json` | content {manifest.content_sha256} |",
     ]
     if (before := manifest.previous) is not None:
-        lines.append(f"| {_code(before.path)} of `kiln prepare` | content {before.content_sha256} |")
+        lines.append(f"| {code_span(before.path)} of `kiln prepare` | content {before.content_sha256} |")
     for split in splits:
         admitted = manifest.details["admitted_sha256"][split.admitted_as]
         lines += [
@@ -197,15 +197,5 @@ def _evidence(manifest: StageManifest, splits: Sequence[Split]) -> str:
             f"| {split.name}: kept rows in order | {split.receipt.kept_corpus_sha256} |",
             f"| {split.name}: ids and labels | {admitted} |",
         ]
-    lines += [f"| {_code(plugin.distribution)} | {_code(plugin.version)} |" for plugin in manifest.plugins]
+    lines += [f"| {code_span(plugin.distribution)} | {code_span(plugin.version)} |" for plugin in manifest.plugins]
     return "\n".join(lines)
-
-
-def _line(head: str, cells: Sequence[object]) -> str:
-    return " | ".join([f"| {head}", *(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells)]) + " |"
-
-
-def _code(text: object) -> str:
-    """A code span within a table: nothing in it is markup, and no bar ends the cell."""
-    shown = printable(text).replace("`", "'").replace("|", "\\|")
-    return f"`{shown or ' '}`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from kiln_cli import strict_json
 from kiln_cli.files import hash_file, read_bounded
 from kiln_cli.receipts import CheckpointRef, TrainReceipt
 from kiln_cli.text import printable
-from kiln_stages.evidence.claims import Claim, check_file, claim, compare, differ, require
-from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, LOSS_LOG, binding
+from kiln_stages.evidence.claims import Claim, Unavailable, check_file, claim, compare, differ, require
+from kiln_stages.evidence.model_card import FORMAT, adapter_card
+from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, CARD, LOSS_LOG, binding
 from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
 from kiln_stages.training.checkpoint_manifest import differences
 from kiln_stages.training.metrics import Step, loss_log_sha256, read_steps
@@ -29,6 +31,8 @@ def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
         yield claim(f"{printable(ref.path)} has its digest", partial(check_file, ref, run / ref.path))
     yield claim("adapter tensors have their content digest", partial(_check_adapter, run, receipt))
     yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
+    if CARD in [ref.path for ref in receipt.outputs]:  # a training that failed has none
+        yield claim("the adapter's README.md is the card of this receipt", partial(_check_card, run, receipt))
     yield claim("the loss log is the one of the receipt", partial(_check_loss_log, run, receipt))
     yield claim("train/training.json began this training", partial(_check_training, run, receipt))
     yield claim("no other checkpoint lies in train/", partial(_check_no_others, run, receipt))
@@ -66,6 +70,18 @@ def _check_adapter_config(run: Path, receipt: TrainReceipt) -> str:
     }
     found = _read_object(run / ADAPTER_CONFIG)
     return compare("adapter_config", {key: found.get(key) for key in expected}, expected)
+
+
+def _check_card(run: Path, receipt: TrainReceipt) -> str:
+    """Made again of receipt and loss log: a card cannot say anything else."""
+    path = require(run / CARD)
+    found = read_bounded(path, DOCUMENT_LIMIT)
+    if f"\n# {FORMAT}\n".encode() not in found:
+        raise Unavailable(f"{path.name} is no card of the format {FORMAT}, which this kiln makes")
+    expected = adapter_card(receipt, read_steps(require(run / LOSS_LOG)))
+    pairs = zip_longest(found.decode().split("\n"), expected.decode().split("\n"))
+    texts = (differ(f"line {number}", *pair) for number, pair in enumerate(pairs, start=1))
+    return next(filter(None, texts), "")
 
 
 def _check_loss_log(run: Path, receipt: TrainReceipt) -> str:

@@ -35,7 +35,13 @@ from kiln_stages.training.tensors import Shard, base_model_sha256
 ADAPTER_CONFIG = "train/adapter/adapter_config.json"
 ADAPTER_MODEL = "train/adapter/adapter_model.safetensors"
 LOSS_LOG = "train/metrics.jsonl"
-OUTPUTS = {ADAPTER_CONFIG: "adapter_config", ADAPTER_MODEL: "adapter_parameters", LOSS_LOG: "metrics"}
+CARD = "train/adapter/README.md"
+OUTPUTS = {
+    ADAPTER_CONFIG: "adapter_config",
+    ADAPTER_MODEL: "adapter_parameters",
+    LOSS_LOG: "metrics",
+    CARD: "model_card",
+}
 MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and the weight decay times it
 BESIDE_EXECUTION = ("head_probe", "loss_route", "precision")  # in the receipt's execution; apart in a checkpoint
 
@@ -250,7 +256,7 @@ def _check_base_weights(receipt: TrainReceipt) -> str:
 
 
 def _check_outputs(receipt: TrainReceipt) -> str:
-    """The adapter's two files and the loss log, no more and no less, and the same adapter under ``adapters``."""
+    """The adapter's files and the loss log, no more and no less, and the same adapter under ``adapters``."""
     if receipt.status == "failed":
         return ""
     if text := differ("outputs", [ref.path for ref in receipt.outputs], list(OUTPUTS)):
@@ -295,6 +301,6 @@ CHECKS: tuple[tuple[str, Callable[[TrainReceipt], str]], ...] = (
     ("device, precision and threads are those of the config", _check_execution),
     ("kiln and the loss come from the receipt's plugins", _check_kiln),
     ("the base weights' digest and size follow from their shards", _check_base_weights),
-    ("outputs are the adapter's two files and the loss log", _check_outputs),
+    ("outputs are the adapter's files and the loss log", _check_outputs),
     ("checkpoints are named by adapter and step", _check_checkpoints),
 )

@@ -21,6 +21,7 @@ from kiln_cli.manifests import (
     read_document,
     read_manifest,
     read_receipt,
+    reference,
     relative_base,
     require_unchanged,
 )
@@ -35,8 +36,10 @@ from kiln_cli.terminal import Progress, Speed, table
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
+from kiln_stages.evidence.model_card import adapter_card
 from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import StepRecord, TrainRow
+from kiln_stages.training.metrics import read_steps
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
 from kiln_stages.training.train_receipt import Evidence, describe
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
@@ -229,7 +232,7 @@ def held_out_loss(trainer: Trainer, inputs: Inputs, progress: Progress, when: st
 def finish(
     trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome, progress: Progress
 ) -> TrainReceipt:
-    """Held-out loss after the last step, the adapter's files, and the receipt, in this order."""
+    """Held-out loss after the last step, the adapter's files, its card, and the receipt, in this order."""
     before = training.held_out_before
     after = held_out_loss(trainer, inputs, progress, "after")
     adapter = trainer.write_adapter(inputs.directory / "adapter")
@@ -242,6 +245,8 @@ def finish(
             loss_after=after.mean_per_token,
         )
     receipt = describe(trainer, inputs.evidence(), adapter, held)
+    card = adapter_card(receipt, read_steps(inputs.directory / "metrics.jsonl"))
+    receipt.outputs.append(reference(write_file(adapter.path / "README.md", card), inputs.out, "model_card"))
     seconds = time.monotonic() - started
     receipt.produced = {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
