@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,9 +207,9 @@ def publish_directory(target: Path, fill: Callable[[Path], None]) -> None:
     An existing target is an error (KLN206): published directories are never overwritten. A kill at any moment leaves
     either no target or a whole one; the hidden sibling holds ``.incomplete`` until the last moment and never loads.
     """
-    if target.exists():
+    if os.path.lexists(target):  # a link that leads nowhere is in the way too
         raise KilnError("KLN206", f"{printable(target)} exists and is immutable", hint="choose another step or --out")
-    staging = target.parent / f".{target.name}{INCOMPLETE_MARK}{secrets.token_hex(8)}"
+    staging = target.parent / f".{target.name}{INCOMPLETE_MARK}{uuid.uuid4()}"
     with writing(target):
         FS.make_directory(staging)
         try:

@@ -210,6 +210,9 @@ def test_a_renamed_checkpoint_is_refused(copy: Path) -> None:
         ("files.adapter.safetensors.role", "rng-state", "name different things"),
         ("files.adapter.safetensors.size_bytes", -1, "digest or size is malformed"),
         ("files.adapter.safetensors.sha256", "x", "digest or size is malformed"),
+        ("files...", {"role": "x", "sha256": "0" * 64, "size_bytes": 1}, "no plain name"),
+        ("files..incomplete", {"role": "x", "sha256": "0" * 64, "size_bytes": 1}, "no plain name"),
+        ("files.checkpoint_manifest.json", {"role": "x", "sha256": "0" * 64, "size_bytes": 1}, "no plain name"),
         ("files.../adapter.safetensors", {"role": "x", "sha256": "0" * 64, "size_bytes": 1}, "no plain name"),
     ],
 )
@@ -233,6 +236,9 @@ def test_a_manifest_that_contradicts_itself_is_refused(at: str, value: Any, mess
         ("first_epoch_loss", None, "first and best epoch loss"),
         ("global_step", 5, "global_step 5"),
         ("extra", 1, "unknown field `extra`"),
+        ("current_epoch_loss_sum", 1.5, "current_epoch_loss_sum is 1.5, the loss history gives"),
+        ("first_epoch_loss", 99.0, "first_epoch_loss is 99.0, the loss history gives"),
+        ("best_epoch_loss", 0.5, "best_epoch_loss is 0.5, the loss history gives"),
     ],
 )
 def test_a_loop_state_that_contradicts_itself_is_refused(at: str, value: Any, message: str, copy: Path) -> None:
@@ -307,6 +313,32 @@ def test_a_loop_state_survives_json_bit_for_bit(directory: Path) -> None:
     assert msgspec.json.decode(document(state), type=LoopState) == state
 
 
+def test_files_under_other_names_than_the_layouts_are_refused(copy: Path) -> None:
+    text = (copy / MANIFEST).read_text().replace(LOOP_STATE, "history.json")
+    (copy / LOOP_STATE).rename(copy / "history.json")
+    (copy / MANIFEST).write_bytes(document(json.loads(text)))
+    with pytest.raises(KilnError, match=r"files and roles are .*history\.json") as caught:
+        load_checkpoint(copy)
+    assert caught.value.code == "KLN215"
+
+
+def test_a_tensor_file_that_is_none_is_refused_though_the_manifest_vouches_for_it(copy: Path) -> None:
+    _seal(copy, OPTIMIZER, b"no tensors")
+    with pytest.raises(KilnError, match=r"optimizer\.safetensors is no safetensors file") as caught:
+        load_checkpoint(copy)
+    assert caught.value.code == "KLN215"
+
+
+def test_a_link_that_leads_nowhere_is_not_written_over(trainer: Trainer, directory: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(list_checkpoints(directory)[0][1])
+    order = checkpoint.manifest.progress.data_order
+    link = tmp_path / checkpoint.path.name
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(KilnError, match="exists and is immutable"):
+        publish_checkpoint(tmp_path, trainer.binding, checkpoint.loop, order, checkpoint.adapter, checkpoint.optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == [link.name]
+
+
 def _replace_by_link(path: Path) -> None:
     target = path.parent.parent / "target"
     path.rename(target)
@@ -330,7 +362,7 @@ def _set(value: dict[str, Any], at: str, new: Any) -> None:
     """Sets a dotted path; below ``files`` the file's own name has dots."""
     if at.startswith("files."):
         rest = at.removeprefix("files.")
-        if rest.startswith("../"):
+        if isinstance(new, dict):
             value["files"][rest] = new
             return
         name, _, key = rest.rpartition(".")

@@ -133,8 +133,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     faults = _loop_faults(loop, manifest)
     if faults:
         raise _unloadable(path, f"{LOOP_STATE}: " + "; ".join(faults))
-    adapter = read_tensors(contents[ADAPTER], ADAPTER)
-    optimizer = read_tensors(contents[OPTIMIZER], OPTIMIZER) if OPTIMIZER in contents else []
+    adapter = _tensors(path, ADAPTER, contents[ADAPTER])
+    optimizer = _tensors(path, OPTIMIZER, contents[OPTIMIZER]) if OPTIMIZER in contents else []
     return Checkpoint(path, manifest, manifest_sha256, loop, adapter, optimizer)
 
 
@@ -149,6 +149,9 @@ def read_checkpoint_manifest(path: Path) -> tuple[CheckpointManifest, str]:
     data = _read_sealed(path / MANIFEST, MANIFEST_LIMIT)
     manifest = _decode(path, MANIFEST, data, CheckpointManifest)
     faults = manifest_faults(manifest)
+    roles = {name: artifact.role for name, artifact in manifest.files.items()}
+    if not faults and any(ROLES.get(name) != role for name, role in roles.items()):
+        faults.append(f"files and roles are {roles}, the layout has {ROLES}")
     name = checkpoint_name(manifest.adapter_name, manifest.progress.global_step)
     if path.name != name:
         faults.append(f"the directory is named {path.name}, its manifest says {name}")
@@ -208,7 +211,7 @@ def _loop_faults(loop: LoopState, manifest: CheckpointManifest) -> list[str]:
     faults = loop.faults(manifest.data.item_count)
     if here != there:
         faults.append(f"step, epoch and cursor are {here}, the manifest says {there}")
-    return faults
+    return faults or loop.history_faults(manifest.data.item_count)
 
 
 def _require_exact_files(path: Path, expected: set[str]) -> None:
@@ -227,6 +230,13 @@ def _read_sealed(path: Path, limit: int) -> bytes:
         return read_sealed(path, limit)
     except KilnError as error:
         raise _unloadable(path.parent, error.message) from None
+
+
+def _tensors(path: Path, name: str, data: bytes) -> list[StoredTensor]:
+    try:
+        return read_tensors(data, name)
+    except KilnError as error:
+        raise _unloadable(path, error.message) from None
 
 
 def _decode(path: Path, name: str, data: bytes, kind: type[T]) -> T:

@@ -21,6 +21,7 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9._-]{1,255}\Z")
 HEX = re.compile(r"[0-9a-f]{64}\Z")
 STATELESS = frozenset({"sgd"})
 ABSENT = "(absent)"
+RESERVED = frozenset({".", "..", ".incomplete", "checkpoint_manifest.json"})  # no names of artifacts
 
 
 def scheduler_state(profile: str, learning_rate: float) -> dict[str, Any]:
@@ -245,7 +246,7 @@ def _artifacts(m: CheckpointManifest) -> Checks:
     stateful = m.optimizer.kind not in STATELESS
     return [
         (f"{len(m.files)} files, at most {MAX_ARTIFACTS}", len(m.files) <= MAX_ARTIFACTS),
-        ("a file name is no plain name", all(map(IDENTIFIER.match, m.files))),
+        ("a file name is no plain name", all(name not in RESERVED and IDENTIFIER.match(name) for name in m.files)),
         (
             "a file's digest or size is malformed",
             all(HEX.match(artifact.sha256) and artifact.size_bytes >= 0 for artifact in m.files.values()),

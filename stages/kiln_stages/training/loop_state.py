@@ -58,6 +58,7 @@ class LoopState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """What contradicts what, for a corpus of ``item_count`` rows; empty for a sound state."""
         numbers = [*self.loss_history, self.current_epoch_loss_sum]
         numbers += [x for x in (self.last_loss, self.first_epoch_loss, self.best_epoch_loss) if x is not None]
+        numbers += [x for entry in self.lora_grad_norms for x in (entry.min, entry.max, entry.sum)]
         done = self.epoch_index > 0
         last = self.loss_history[-1] if self.loss_history else None
         checks = [
@@ -67,7 +68,7 @@ class LoopState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"loss_history has {len(self.loss_history)} losses for step {self.global_step}",
                 len(self.loss_history) == self.global_step,
             ),
-            ("a loss is not finite", all(map(math.isfinite, numbers))),
+            ("a loss or a gradient norm is not finite", all(map(math.isfinite, numbers))),
             (f"last_loss is {self.last_loss}, the history ends with {last}", self.last_loss == last),
             (
                 f"current_epoch_items {self.current_epoch_items} != cursor_in_epoch {self.cursor_in_epoch}",
@@ -84,6 +85,18 @@ class LoopState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ),
         ]
         return [text for text, holds in checks if not holds]
+
+    def history_faults(self, item_count: int) -> list[str]:
+        """Which sums and means of epochs are not those that the loss history gives, to the last bit.
+
+        They decide when a diverging run stops, so a state that was edited must not carry others.
+        """
+        again = LoopState()
+        for loss in self.loss_history:
+            again.commit(loss, {}, item_count)
+        names = ("current_epoch_loss_sum", "current_epoch_items", "first_epoch_loss", "best_epoch_loss")
+        pairs = ((name, getattr(self, name), getattr(again, name)) for name in names)
+        return [f"{name} is {found}, the loss history gives {given}" for name, found, given in pairs if found != given]
 
     def _take_norms(self, norms: dict[str, float]) -> None:
         samples: dict[str, list[float]] = {}
