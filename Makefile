@@ -16,7 +16,7 @@ CUT := runs/demo-resumed
 KILL_AFTER := 40
 
 .DELETE_ON_ERROR:
-.PHONY: run test test-trl check bench docs clean install fetch
+.PHONY: run test test-faults test-trl check bench docs clean install fetch
 
 run: $(RUN)/verified $(CUT)/verified
 	$(KILN) report $(RUN) --against $(CUT)
@@ -53,6 +53,10 @@ $(MODEL)/tokenizer.json: | $(VENV)/.installed
 
 test: $(VENV)/.installed fetch
 	$(BIN)/python -m pytest
+
+# A quarter of an hour: every cut in a fresh process, kill -9 at random moments, random byte flips. -s shows the counts.
+test-faults: $(VENV)/.installed
+	$(BIN)/python -m pytest -m faults -s
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -16,16 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from kiln_stages.training.checkpoint import checkpoint_name, list_checkpoints, load_checkpoint
-from kiln_stages.training.run_training import read_inputs
-from kiln_stages.training.trainer import Plan, Trainer
+from kiln_stages.training.checkpoint import checkpoint_name, list_checkpoints
 from safetensors.numpy import load_file, save_file
 from tiny_model import RUN, Kiln, Outcome
 
-from kiln_cli.config import load_config
 from kiln_cli.manifests import document
-from kiln_cli.plugins import load_plugins
-from kiln_cli.terminal import SILENT
 
 Copy = Callable[..., Path]
 STEPS = 26
@@ -392,39 +387,3 @@ def test_resume_where_nothing_was_trained_is_refused(admitted: Path, copy_of: Co
     done = kiln("resume", project / RUN)
     assert done.code == 2
     assert "KLN215" in done.err
-
-
-CUTS = 40
-
-
-@pytest.fixture(scope="module")
-def long_plan(admitted: Path) -> Plan:
-    """Four epochs of the admitted rows: 52 steps."""
-    config = load_config(admitted / "kiln.toml", ["train.epochs=4"])
-    return read_inputs(config, admitted / RUN, load_plugins(), SILENT).plan()
-
-
-def test_forty_cuts_each_step_behind_a_cut_is_the_uncut_runs_step(long_plan: Plan, tmp_path: Path) -> None:
-    """A checkpoint at every step, then for each: a new trainer, one step, and the very bytes of the next checkpoint.
-
-    So every cut leads to the uncut run's state of one step later, and from there, by the same proof, to its end.
-    """
-    uncut = Trainer(long_plan)
-    for record in uncut.steps():
-        uncut.publish_checkpoint(tmp_path / "uncut")
-        if record.step == CUTS + 1:
-            break
-    for step in range(1, CUTS + 1):
-        trainer = Trainer(long_plan)
-        trainer.restore(load_checkpoint(tmp_path / "uncut" / checkpoint_name("tiny", step)))
-        assert next(trainer.steps()).step == step + 1
-        name = trainer.publish_checkpoint(tmp_path / "cut").name
-        assert _state(tmp_path / "cut" / name) == _state(tmp_path / "uncut" / name), f"cut behind step {step}"
-
-
-def _state(checkpoint: Path) -> dict[str, object]:
-    """Every byte of a checkpoint but the time it was made."""
-    state: dict[str, object] = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    manifest = json.loads((checkpoint / "checkpoint_manifest.json").read_bytes())
-    del manifest["created_at"]
-    return state | {"checkpoint_manifest.json": manifest}
