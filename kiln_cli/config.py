@@ -197,6 +197,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_interval: Count | None = None
     heldout_interval: Count | None = None
+    detect_anomaly: bool = False
     allow_adapter_shape_conversion: bool = False
     auto_load: bool = False
     train_mtp: bool | None = None

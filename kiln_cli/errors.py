@@ -50,8 +50,9 @@ CATALOGUE: dict[str, Entry] = {
     "KLN104": Entry(
         Exit.FAULTS_FOUND,
         "training stopped",
-        "The loss or a gradient is not finite, or the loss diverged.",
-        "Lower `[train] learning_rate`, or look at the row that the message names.",
+        "The loss or a gradient is not finite, a gradient is missing or too many, or the loss diverged.",
+        "Lower `[train] learning_rate`, or look at the row that the message names. With `detect_anomaly` the run names "
+        "the operation that first made a NaN or an Inf.",
     ),
     "KLN105": Entry(
         Exit.FAULTS_FOUND,

@@ -137,7 +137,7 @@ REFUSED_KEYS = {
         ("resume_checkpoint", "resume_from_checkpoint"), "`kiln resume RUN --checkpoint NAME` goes on from a checkpoint"
     ),
     **dict.fromkeys(
-        ("detect_anomaly", "grad_checkpoint_segments", "adapter_smoke_test", "adapter_smoke_prompts", "base_adapter"),
+        ("grad_checkpoint_segments", "adapter_smoke_test", "adapter_smoke_prompts", "base_adapter"),
         "not built in this version",
     ),
 }

@@ -29,6 +29,7 @@ KEYS = {
     "config.allow_high_lora_scale": "train.allow_high_lora_scale",
     "config.optimizer": "train.optimizer",
     "config.checkpoint_interval": "train.checkpoint_interval",
+    "config.detect_anomaly": "train.detect_anomaly",
     "config.allow_adapter_shape_conversion": "train.allow_adapter_shape_conversion",
     "config.auto_load": "train.auto_load",
     "config.train_mtp": "train.train_mtp",

@@ -62,6 +62,7 @@ SETTINGS = {
     "output_name": Setting(
         "adapter", ['"support-bot"', '"a.b_c-1"'], ['""', '" "', '".hidden"', '"../x"', '"a/b"', "1"], key="adapter"
     ),
+    "detect_anomaly": Setting(False, ["true", "false"], ["1", '"true"']),
     "allow_adapter_shape_conversion": Setting(False, ["false"], ["true", "0", '"no"']),
     "auto_load": Setting(False, ["false"], ["true", "0"]),
     "train_mtp": Setting(None, ["false"], ["true", "0"]),

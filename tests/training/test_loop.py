@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from kiln_plugins.cross_entropy import cross_entropy
 from kiln_stages.training.checkpoint import list_checkpoints, load_checkpoint
-from kiln_stages.training.loop import StepRecord, TrainRow, require_no_divergence, row_loss, supervised_positions
+from kiln_stages.training.loop import (
+    StepRecord,
+    TrainRow,
+    gradient_norms,
+    require_no_divergence,
+    row_loss,
+    supervised_positions,
+)
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.order import epoch_order
 from kiln_stages.training.phases import PhaseSeconds
@@ -178,6 +185,60 @@ def test_a_gradient_that_is_not_finite_is_named(model_dir: Path) -> None:
         next(trainer.steps())
 
 
+def test_a_gradient_of_a_base_weight_is_named(model_dir: Path) -> None:
+    """A loss of a plugin can reach the model's head, and could switch it on."""
+
+    def loss(hidden: Tensor, project: Any, batch: LossBatch) -> LossOut:
+        trainer.model.causal.get_input_embeddings().weight.requires_grad_(True)  # type: ignore[operator,union-attr]
+        return cross_entropy(hidden, project, batch)
+
+    trainer = Trainer(make_plan(model_dir, loss=loss))
+    with pytest.raises(KilnError, match=r"the gradient of model\.embed_tokens\.weight is there, though") as caught:
+        next(trainer.steps())
+    assert caught.value.code == "KLN104"
+
+
+class Leaf(NamedTuple):
+    """As much of a parameter as the check looks at: torch itself lets no gradient of another shape be assigned."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    grad: Tensor | None
+
+
+def leaf(gradient: Tensor | None) -> Any:
+    return Leaf(torch.Size([2, 3]), torch.float32, gradient)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (None, r"the gradient of b is missing at row 1 \(sha256:0+1\)"),
+        (torch.ones(3, 2), r"the gradient of b is torch\.float32 \(3, 2\), expected torch\.float32 \(2, 3\)"),
+        (torch.ones(6), r"the gradient of b is torch\.float32 \(6,\), expected"),
+        (torch.ones(2, 3, dtype=torch.bfloat16), r"the gradient of b is torch\.bfloat16 \(2, 3\), expected"),
+        (torch.tensor([[1.0, 1, 1], [1, math.nan, 1]]), "the gradient of b is not finite"),
+        (torch.tensor([[1.0, 1, 1], [1, -math.inf, 1]]), "the gradient of b is not finite"),
+    ],
+)
+def test_the_set_of_gradients_is_exact(gradient: Tensor | None, message: str) -> None:
+    row = make_rows(1)[0]
+    with pytest.raises(KilnError, match=message) as caught:
+        gradient_norms({"a": leaf(torch.zeros(2, 3)), "b": leaf(gradient)}, {"frozen": leaf(None)}, row)
+    assert caught.value.code == "KLN104"
+
+
+def test_a_gradient_of_a_frozen_parameter_is_one_too_many() -> None:
+    with pytest.raises(KilnError, match="the gradient of frozen is there"):
+        gradient_norms({"a": leaf(torch.zeros(2, 3))}, {"frozen": leaf(torch.zeros(2, 3))}, make_rows(1)[0])
+
+
+def test_zero_gradients_and_huge_finite_ones_are_legal() -> None:
+    huge = torch.full((2, 3), 3e38)
+    norms = gradient_norms({"a": leaf(torch.zeros(2, 3)), "b": leaf(huge)}, {}, make_rows(1)[0])
+    assert norms == {"a": 0.0, "b": pytest.approx(math.sqrt(6) * 3e38)}
+
+
 def test_metrics_and_counts_of_a_loss_reach_the_record(model_dir: Path) -> None:
     def loss(hidden: Tensor, project: Any, batch: LossBatch) -> LossOut:
         out = cross_entropy(hidden, project, batch)
@@ -224,8 +285,16 @@ def test_held_out_loss_has_both_means_and_trains_nothing(model_dir: Path) -> Non
     ("losses", "diverged"),
     [
         ([1.0, 1.0, 20.0, 20.0], True),
-        ([1.0, 1.0, 5.0, 5.0], False),  # not 8 times the first
-        ([0.1, 0.1, 4.0, 4.0], False),  # not 5 above the best
+        ([1.0, 1.0, 19.0, 21.0], True),  # the mean of the epoch counts
+        ([1.0, 1.0, 8.0, 8.0], False),  # not above 8 times the first, though 7 above the best
+        ([1.0, 1.0, 8.1, 8.1], True),
+        ([0.5, 0.5, 5.5, 5.5], False),  # 11 times the first, but 5.0 above the best is not above 5
+        ([0.5, 0.5, 5.6, 5.6], True),
+        ([2.0, 2.0, 1.0, 1.0, 16.0, 16.0], False),  # the first epoch's mean is what 8 times counts from
+        ([2.0, 2.0, 1.0, 1.0, 16.1, 16.1], True),
+        ([1.0, 1.0, 20.0, 0.0], True),
+        ([1.0, 1.0, 5.0, 5.0], False),
+        ([0.1, 0.1, 4.0, 4.0], False),
         ([20.0, 20.0], False),  # the first epoch is never judged
         ([1.0, 1.0, 20.0], False),  # nor is an epoch that still runs
     ],
@@ -237,7 +306,8 @@ def test_divergence_is_judged_at_the_end_of_an_epoch(losses: list[float], diverg
     if not diverged:
         require_no_divergence(state, 2)
         return
-    with pytest.raises(KilnError, match=r"epoch 2 of the run has mean 20\.0000, the first 1\.0000") as caught:
+    epochs, mean = len(losses) // 2, sum(losses[-2:]) / 2
+    with pytest.raises(KilnError, match=rf"epoch {epochs} of the run has mean {mean:.4f}, the first") as caught:
         require_no_divergence(state, 2)
     assert caught.value.code == "KLN104"
 

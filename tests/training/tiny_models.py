@@ -34,6 +34,17 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     makers: dict[str, Callable[[], Any]] = {
         "llama": lambda: t.LlamaConfig(**{**SMALL, "tie_word_embeddings": True, **changes}),
         "qwen3": lambda: t.Qwen3Config(**{**SMALL, "head_dim": 16, **changes}),
+        "gemma2": lambda: t.Gemma2Config(
+            **{
+                **SMALL,
+                "head_dim": 16,
+                "attn_logit_softcapping": 5.0,
+                "final_logit_softcapping": 0.5,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 8,
+                **changes,
+            }
+        ),
         "gemma3": lambda: t.Gemma3TextConfig(
             **{**SMALL, "head_dim": 16, "final_logit_softcapping": 0.1, "sliding_window": 8, **changes}
         ),
@@ -50,7 +61,9 @@ def tiny_causal(kind: str, **changes: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    return cast(Any, AutoModelForCausalLM).from_config(tiny_config(kind, **changes), attn_implementation="sdpa")
+    config = tiny_config(kind, **changes)
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    return cast(Any, AutoModelForCausalLM).from_config(config, attn_implementation=attention)
 
 
 def make_rows(count: int, first: int = 1) -> list[TrainRow]:

@@ -87,7 +87,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         with phases.timed("backward"):
             out.loss.backward()  # type: ignore[no-untyped-call]
-            norms = gradient_norms(model.parameters, row)
+            norms = gradient_norms(model.parameters, model.frozen, row)
         with phases.timed("optimizer"):
             optimizer.step()
 
@@ -170,10 +170,13 @@ def require_finite_loss(loss: float, row: TrainRow) -> None:
         )
 
 
-def gradient_norms(parameters: dict[str, nn.Parameter], row: TrainRow) -> dict[str, float]:
-    """L2 norm of each leaf's gradient. A zero gradient is legal; a missing, misshapen or non-finite one stops the run.
+def gradient_norms(
+    parameters: dict[str, nn.Parameter], frozen: dict[str, nn.Parameter], row: TrainRow
+) -> dict[str, float]:
+    """L2 norm of each leaf's gradient. The set of gradients must be exactly the leaves': a zero gradient is legal; a
+    missing, misshapen or non-finite one, or one of a ``frozen`` parameter, stops the run.
 
-    Raises KilnError KLN104, naming the leaf and the row.
+    Raises KilnError KLN104, naming the parameter and the row.
     """
     gradients: list[Tensor] = []
     for name, parameter in parameters.items():
@@ -181,8 +184,15 @@ def gradient_norms(parameters: dict[str, nn.Parameter], row: TrainRow) -> dict[s
         if gradient is None:
             raise _bad_gradient(name, row, "missing")
         if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
-            raise _bad_gradient(name, row, f"{gradient.dtype} {tuple(gradient.shape)}")
+            raise _bad_gradient(
+                name,
+                row,
+                f"{gradient.dtype} {tuple(gradient.shape)}, expected {parameter.dtype} {tuple(parameter.shape)},",
+            )
         gradients.append(gradient)
+    for name, parameter in frozen.items():
+        if parameter.grad is not None:
+            raise _bad_gradient(name, row, "there, though the parameter is not trained,")
     # One pass serves both: a norm is finite exactly where every element is (float64 sums cannot overflow).
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).tolist()
     for name, norm in zip(parameters, norms, strict=True):

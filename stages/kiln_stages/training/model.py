@@ -41,12 +41,13 @@ class LanguageModel:
     """A causal language model that can be asked for hidden states and for logits apart.
 
     ``causal`` is the transformers model; it stays in eval mode, since this profile has no dropout of any kind. After
-    :meth:`add_lora`, ``parameters`` holds the trainable leaves by their names in the adapter file.
+    :meth:`add_lora`, ``parameters`` holds the trainable leaves by their names in the adapter file, ``frozen`` the rest.
     """
 
     def __init__(self, causal: nn.Module) -> None:
         self.causal = causal.eval().requires_grad_(False)
         self.parameters: dict[str, nn.Parameter] = {}
+        self.frozen: dict[str, nn.Parameter] = {}
         self.shape: LoraShape | None = None
         self._decoder: Any = cast(Any, causal).base_model
         self._head = _head_only(causal)
@@ -75,6 +76,7 @@ class LanguageModel:
         targets = choose_targets(self.causal, target_modules)
         self.shape = LoraShape(rank, alpha, targets, are_transposed(self.causal, targets))
         self.parameters = add_lora(self.causal, self.shape, seed)
+        self.frozen = {name: leaf for name, leaf in self.causal.named_parameters() if not leaf.requires_grad}
 
     @torch.no_grad()
     def _prove_head(self) -> HeadProbe:
@@ -93,6 +95,23 @@ class LanguageModel:
         if not relative <= bound:  # written so that NaN is refused too
             raise _refused(f"gathered logits differ from full logits by {relative:.3g} of the largest, bound {bound:g}")
         return HeadProbe(exact=bool(torch.equal(gathered, wanted)), relative=relative, bound=bound)
+
+
+def attention_of(path: Path) -> str:
+    """The attention that a model directory is run with: torch's fused one, or ``eager`` where the model caps its
+    attention scores (Gemma-2), which the fused one cannot. Raises KilnError KLN302 for a config that is not understood.
+    """
+    require_model_files(path)
+    determinism.go_offline()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = cast(Any, AutoConfig).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        kind = cast(Any, AutoModelForCausalLM)._model_mapping[type(config)]
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable(path, f"transformers knows no such decoder: {printable(error)}") from error
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if capped or not kind._supports_sdpa else "sdpa"
 
 
 def load_language_model(

@@ -20,6 +20,7 @@ from kiln_cli.extensions import LossFunction
 from kiln_cli.files import hash_file, write_file
 from kiln_cli.identity import canonical_json
 from kiln_stages.training import determinism
+from kiln_stages.training.anomaly import watched
 from kiln_stages.training.checkpoint import Checkpoint, checkpoint_name, publish_checkpoint
 from kiln_stages.training.checkpoint_manifest import (
     SOURCE_KIND,
@@ -34,15 +35,14 @@ from kiln_stages.training.loop import StepRecord, TrainRow, evaluate, train
 from kiln_stages.training.loop_state import STATE_TYPE, LoopState
 from kiln_stages.training.lora import adapter_config, load_adapter, restore, store
 from kiln_stages.training.metrics import begin_log
-from kiln_stages.training.model import load_language_model
+from kiln_stages.training.model import attention_of, load_language_model
 from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
-from kiln_stages.training.order import epoch_order
+from kiln_stages.training.order import epoch_order, place
 from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors
 from kiln_stages.training.training_file import HeldOutLoss
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-ATTENTION = "sdpa"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,10 @@ class Trainer:
         self.plan = plan
         self.state = LoopState()
         self.phases = PhaseSeconds()
-        self.model = load_language_model(plan.model_dir, dtype=config.dtype, attention=ATTENTION, device=config.device)
+        self.attention = attention_of(plan.model_dir)
+        self.model = load_language_model(
+            plan.model_dir, dtype=config.dtype, attention=self.attention, device=config.device
+        )
         self.model.add_lora(config.lora_rank, config.lora_alpha, plan.seed, config.target_modules)
         self.optimizer = build_optimizer(
             config.optimizer.kind, self.model.parameters, config.rate, config.optimizer.resolved()
@@ -133,7 +136,7 @@ class Trainer:
     def steps(self) -> Iterator[StepRecord]:
         """The steps that are left; see :func:`kiln_stages.training.loop.train`."""
         plan = self.plan
-        return train(
+        steps = train(
             self.model,
             self.optimizer,
             plan.loss,
@@ -143,6 +146,7 @@ class Trainer:
             state=self.state,
             phases=self.phases,
         )
+        return watched(steps, self.model.causal, self._next_row) if plan.config.detect_anomaly else steps
 
     def held_out(self, rows: Sequence[TrainRow], on_row: Callable[[], None] = lambda: None) -> HeldOutLoss:
         return evaluate(self.model, self.plan.loss, rows, on_row)
@@ -175,6 +179,13 @@ class Trainer:
             files={out.path.name: (out.sha256, out.size) for out in written},
         )
 
+    def _next_row(self) -> str:
+        """The row of the next step, for messages."""
+        plan, step = self.plan, self.state.global_step
+        epoch, cursor = place(step, len(plan.rows))
+        row = plan.rows[epoch_order(plan.seed, epoch, len(plan.rows))[cursor]]
+        return f"step {step + 1}, row {row.row_index} ({row.row_sha256})"
+
     def _bind(self) -> Binding:
         plan, config, shape = self.plan, self.plan.config, self.model.shape
         assert shape is not None, "LoRA is put on when the trainer is made"
@@ -205,7 +216,7 @@ class Trainer:
             auxiliary_state={
                 "base_model_weights_sha256": plan.base_model_sha256,
                 "execution": determinism.execution_identity(
-                    device=config.device, dtype=config.dtype, attention=ATTENTION
+                    device=config.device, dtype=config.dtype, attention=self.attention
                 ),
                 "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
                 "loop_state_type": STATE_TYPE,
