@@ -27,6 +27,7 @@ COMMANDS = {
     "admit": "kiln_stages.admit",
     "train": "kiln_stages.train",
     "resume": "kiln_stages.resume",
+    "status": "kiln_stages.status",
     "verify-receipt": "kiln_stages.verify_receipt",
     "generate": "kiln_stages.generate",
     "report": "kiln_stages.report",
@@ -43,6 +44,7 @@ SUMMARIES = {
     "admit": "Tokenize rows, prove their labels, and write the corpus with its ingestion receipt.",
     "train": "Train a LoRA adapter on the admitted rows, one conversation a step.",
     "resume": "Continue a training from an exact checkpoint; any difference is an error.",
+    "status": "Show how far a training is: step, loss, latest checkpoint, and what to do next.",
     "verify-receipt": "Check every claim of a train receipt; offline, without a GPU.",
     "generate": "Write an answer with the base model and with the adapter, one below the other.",
     "report": "Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter.",
@@ -54,7 +56,7 @@ SUMMARIES = {
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "diff", "status", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema", "evaluate",
+    "diff", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

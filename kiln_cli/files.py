@@ -7,6 +7,7 @@ artifact and no debris; what a killed process leaves behind is swept under the l
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from filelock import Timeout, UnixFileLock
 
@@ -321,7 +322,7 @@ def run_lock(run: Path, purpose: str) -> Iterator[int]:
     lock = UnixFileLock(str(path), fallback_to_soft=False, preserve_lock_file=True)
     with writing(path):
         try:
-            lock.acquire(blocking=False)
+            lock.acquire(timeout=0.2, poll_interval=0.02)  # a moment, in which `lock_holder` may be looking
         except Timeout:
             raise KilnError(
                 "KLN401",
@@ -353,12 +354,51 @@ def sweep(run: Path) -> int:
     return len(leftovers)
 
 
-def _holder(path: Path) -> str:
+class LockHolder(NamedTuple):
+    """Who holds a run directory: what it does, its process id, and since when (UTC)."""
+
+    command: str
+    pid: int
+    since: str
+
+
+UNNAMED = LockHolder("another process", 0, "an unknown time")  # it took the lock and has not said yet who it is
+
+
+def lock_holder(run: Path) -> LockHolder | None:
+    """The process that holds the run directory now; None where none does. Writes nothing.
+
+    An flock dies with its holder, so a lock that can be shared is nobody's, whatever the file's text says.
+    """
+    path = run / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise KilnError("KLN204", f"cannot read {printable(path)}: {error.strerror}", hint="check the path") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(path) or UNNAMED
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _read_holder(path: Path) -> LockHolder | None:
     try:
         text: Any = json.loads(path.read_text(encoding="utf-8"))
-        return printable(f"`{text['command']}` (pid {text['pid']}, since {text['since']})")
+        return LockHolder(str(text["command"]), int(text["pid"]), str(text["since"]))
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _holder(path: Path) -> str:
+    holder = _read_holder(path)
+    if holder is None:
         return "another process"
+    return printable(f"`{holder.command}` (pid {holder.pid}, since {holder.since})")
 
 
 def require_name(text: str, what: str) -> str:

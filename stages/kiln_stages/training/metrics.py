@@ -6,7 +6,7 @@ holds times: a run that was cut and resumed has the same bytes in it as one that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,47 @@ def read_steps(path: Path) -> list[Step]:
     """The steps of a metrics file in order. Raises KilnError KLN206 for a line that is none."""
     try:
         return [msgspec.json.decode(line, type=Step) for line in read_bounded(path, METRICS_LIMIT).splitlines()]
+    except msgspec.MsgspecError as error:
+        raise KilnError(
+            "KLN206", f"{printable(path)}: {printable(error)}", hint="restore the file, or train again"
+        ) from None
+
+
+class LoggedStep(msgspec.Struct, frozen=True):
+    """What people want to know of a line. ``held_out`` has the loss on held-out rows where one was measured."""
+
+    step: int
+    epoch: int  # from 0
+    loss: float
+    held_out: dict[str, float] | None = None
+
+
+def steps_from_end(path: Path, block: int = 1 << 20) -> Iterator[LoggedStep]:
+    """The steps of a log that may be growing, the last whole one first. A missing log has none.
+
+    Raises KilnError KLN206 for a line that is none.
+    """
+    if not path.exists():
+        return
+    with open_input(path) as stream:
+        end, head = stream.seek(0, 2), b""  # head: what was read of a line whose beginning lies before `end`
+        torn = True  # what follows the last line feed is no line yet
+        while end > 0:
+            begin = max(0, end - block)
+            stream.seek(begin)
+            head, *lines = (stream.read(end - begin) + head).split(b"\n")
+            if begin == 0:
+                lines.insert(0, head)
+            if torn and lines:
+                lines.pop()
+                torn = False
+            yield from (_logged(path, line) for line in reversed(lines))
+            end = begin
+
+
+def _logged(path: Path, line: bytes) -> LoggedStep:
+    try:
+        return msgspec.json.decode(line, type=LoggedStep)
     except msgspec.MsgspecError as error:
         raise KilnError(
             "KLN206", f"{printable(path)}: {printable(error)}", hint="restore the file, or train again"
