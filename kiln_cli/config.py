@@ -198,6 +198,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     checkpoint_interval: Count | None = None
     heldout_interval: Count | None = None
     detect_anomaly: bool = False
+    grad_checkpoint_segments: Count | None = None
     allow_adapter_shape_conversion: bool = False
     auto_load: bool = False
     train_mtp: bool | None = None

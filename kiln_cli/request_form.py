@@ -30,6 +30,7 @@ KEYS = {
     "config.optimizer": "train.optimizer",
     "config.checkpoint_interval": "train.checkpoint_interval",
     "config.detect_anomaly": "train.detect_anomaly",
+    "config.grad_checkpoint_segments": "train.grad_checkpoint_segments",
     "config.allow_adapter_shape_conversion": "train.allow_adapter_shape_conversion",
     "config.auto_load": "train.auto_load",
     "config.train_mtp": "train.train_mtp",

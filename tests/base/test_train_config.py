@@ -63,6 +63,7 @@ SETTINGS = {
         "adapter", ['"support-bot"', '"a.b_c-1"'], ['""', '" "', '".hidden"', '"../x"', '"a/b"', "1"], key="adapter"
     ),
     "detect_anomaly": Setting(False, ["true", "false"], ["1", '"true"']),
+    "grad_checkpoint_segments": Setting(None, ["1", "12"], ["0", "-1", "2.0", "true"]),
     "allow_adapter_shape_conversion": Setting(False, ["false"], ["true", "0", '"no"']),
     "auto_load": Setting(False, ["false"], ["true", "0"]),
     "train_mtp": Setting(None, ["false"], ["true", "0"]),

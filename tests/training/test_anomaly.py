@@ -14,12 +14,9 @@ from kiln_stages.training.anomaly import AnomalyWatch
 from kiln_stages.training.order import epoch_order
 from kiln_stages.training.trainer import Trainer
 from torch import Tensor, nn
-from training.tiny_models import make_plan, tiny_causal
+from training.tiny_models import FAMILIES, TARGETS, make_plan, tiny_causal
 
 from kiln_cli import KilnError, LossBatch, LossOut
-
-FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt2")
-TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 
 
 def caught_in(trainer: Trainer) -> KilnError:

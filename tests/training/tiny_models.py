@@ -17,6 +17,9 @@ from kiln_cli.extensions import LossFunction
 determinism.go_offline()
 
 VOCABULARY = 97
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt2")
+# Layers to train where a family names them otherwise than the profile's ten.
+TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -43,7 +43,12 @@ OUTPUTS = {
     CARD: "model_card",
 }
 MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and the weight decay times it
-BESIDE_EXECUTION = ("head_probe", "loss_route", "precision")  # in the receipt's execution; apart in a checkpoint
+BESIDE_EXECUTION = (
+    "gradient_checkpoint_plan",
+    "head_probe",
+    "loss_route",
+    "precision",
+)  # in the receipt's execution; apart in a checkpoint
 
 
 def receipt_claims(receipt: TrainReceipt) -> Iterator[Claim]:
@@ -84,6 +89,7 @@ def binding(receipt: TrainReceipt) -> Binding:
             "base_model_id": receipt.model["id"],
             "base_model_weights_sha256": receipt.model["base_weight_shards"]["sha256"],
             "execution": {key: value for key, value in execution.items() if key not in BESIDE_EXECUTION},
+            "gradient_checkpoint_plan": execution["gradient_checkpoint_plan"],
             "head_probe": {key: execution["head_probe"][key] for key in ("bound", "exact")},
             "ingestion_receipt_sha256": ingestion.identity(),
             "kiln_train_version": receipt.kiln["package_version"],
@@ -226,7 +232,12 @@ def _check_execution(receipt: TrainReceipt) -> str:
     }
     if train.threads is not None:
         expected["threads_intra_op"] = train.threads
-    return compare("execution", {key: found.get(key) for key in expected}, expected)
+    plan = found["gradient_checkpoint_plan"]
+    faults = [
+        compare("execution", {key: found.get(key) for key in expected}, expected),
+        differ("segments of gradient_checkpoint_plan", plan and len(plan), train.grad_checkpoint_segments),
+    ]
+    return "; ".join(filter(None, faults))
 
 
 def _check_kiln(receipt: TrainReceipt) -> str:

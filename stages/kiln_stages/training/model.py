@@ -20,6 +20,7 @@ from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
 from kiln_stages.training import determinism
 from kiln_stages.training.lora import LoraShape, add_lora, are_transposed, choose_targets
+from kiln_stages.training.segments import split_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROBE_TOKENS = 24
@@ -78,10 +79,31 @@ class LanguageModel:
         self.parameters = add_lora(self.causal, self.shape, seed)
         self.frozen = {name: leaf for name, leaf in self.causal.named_parameters() if not leaf.requires_grad}
 
+    def split_layers(self, segments: int) -> list[int]:
+        """Has the backward compute the decoder's layers again, in so many segments; returns the layers of each.
+
+        Raises KilnError KLN214 where that cannot be done, or would change a bit of the hidden states.
+        """
+        sizes = split_layers(self._decoder, segments)
+        ids = self._probe_ids()
+        with torch.no_grad():
+            wanted = self.hidden(ids)
+        try:
+            same = torch.equal(self.hidden(ids), wanted)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise _refused(f"its layers cannot be run in segments: {printable(error)}") from error
+        if not same:
+            raise _refused("its layers give other hidden states in segments")
+        return sizes
+
+    def _probe_ids(self) -> Tensor:
+        """[1, T] int64: some token ids of the model's."""
+        vocabulary = int(cast(Any, self.causal).config.get_text_config().vocab_size)
+        return (torch.arange(PROBE_TOKENS, device=self.device) * 7919 + 1).remainder(vocabulary).unsqueeze(0)
+
     @torch.no_grad()
     def _prove_head(self) -> HeadProbe:
-        vocabulary = int(cast(Any, self.causal).config.get_text_config().vocab_size)
-        ids = (torch.arange(PROBE_TOKENS, device=self.device) * 7919 + 1).remainder(vocabulary).unsqueeze(0)  # [1, T]
+        ids = self._probe_ids()
         try:
             full: Tensor = cast(Any, self.causal)(input_ids=ids, use_cache=False).logits[0].float()  # [T, V]
             gathered = self.project(self.hidden(ids)[0, 1::3]).float()  # [T / 3, V]

@@ -132,6 +132,7 @@ def _execution(trainer: Trainer) -> dict[str, Any]:
     auxiliary = trainer.binding.auxiliary_state
     return {
         **auxiliary["execution"],
+        "gradient_checkpoint_plan": auxiliary["gradient_checkpoint_plan"],
         "head_probe": trainer.model.probe._asdict(),
         "loss_route": "supervised_positions",
         "precision": msgspec.to_builtins(trainer.binding.precision_policy),

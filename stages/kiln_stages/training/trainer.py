@@ -111,6 +111,8 @@ class Trainer:
             plan.model_dir, dtype=config.dtype, attention=self.attention, device=config.device
         )
         self.model.add_lora(config.lora_rank, config.lora_alpha, plan.seed, config.target_modules)
+        segments = config.grad_checkpoint_segments
+        self.layers_of_segments = self.model.split_layers(segments) if segments else None
         self.optimizer = build_optimizer(
             config.optimizer.kind, self.model.parameters, config.rate, config.optimizer.resolved()
         )
@@ -218,6 +220,7 @@ class Trainer:
                 "execution": determinism.execution_identity(
                     device=config.device, dtype=config.dtype, attention=self.attention
                 ),
+                "gradient_checkpoint_plan": self.layers_of_segments,
                 "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
                 "loop_state_type": STATE_TYPE,
                 "lora": {"alpha": shape.alpha, "rank": shape.rank, "target_modules": list(shape.target_modules)},
