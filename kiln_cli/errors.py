@@ -72,6 +72,12 @@ CATALOGUE: dict[str, Entry] = {
         "The input is empty, or holds nothing but blank lines.",
         "Check the path, and the step that was to write the file.",
     ),
+    "KLN108": Entry(
+        Exit.FAULTS_FOUND,
+        "a replay differs",
+        "`kiln resume --prove` trained steps again and got another loss, tensor or state than the checkpoint has.",
+        "The message names the first difference. Resume from an older checkpoint, or train again with `--fresh`.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",

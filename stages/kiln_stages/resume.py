@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kiln_cli.config import LoadedConfig, load_config
-from kiln_cli.errors import KilnError, not_built
+from kiln_cli.errors import KilnError
 from kiln_cli.files import run_lock
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import SILENT, Progress, terminal
@@ -18,19 +18,26 @@ from kiln_stages.training.packages import require_train_extra
 
 if TYPE_CHECKING:  # torch is imported when a training goes on, not when `kiln --help` looks at this module
     from kiln_stages.training.checkpoint import Checkpoint
+    from kiln_stages.training.replay import Replay
     from kiln_stages.training.run_training import TrainResult
 
 
 def command(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of a training.")],
     checkpoint: Annotated[str, typer.Option("--checkpoint", help="latest, or a checkpoint's name.")] = "latest",
-    prove: Annotated[int | None, typer.Option("--prove", help="Train K steps again and compare.")] = None,
+    prove: Annotated[
+        int | None, typer.Option("--prove", metavar="K", min=1, help="Only train K steps again and compare.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Continue a training from an exact checkpoint; any difference is an error."""
-    if prove is not None:
-        raise not_built("resume --prove", "`kiln train` with the same config into another --out gives the same bits")
     loaded = load_config(run_directory / "config.resolved.toml")
+    if prove is not None:
+        proven = run_proof(loaded, run_directory, load_plugins(), steps=prove, checkpoint=checkpoint, progress=terminal)
+        if json:
+            terminal.json_data(proven)
+        terminal.say(proven.account())
+        return
     result = run(loaded, run_directory, load_plugins(), checkpoint=checkpoint, progress=terminal)
     if json and result.receipt is not None:
         terminal.json_data(result.receipt)
@@ -83,6 +90,28 @@ def run(
             )
         receipt = finish(trainer, inputs, training, started, outcome, progress)
         return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step)
+
+
+def run_proof(
+    config: LoadedConfig,
+    out: Path,
+    plugins: Plugins,
+    *,
+    steps: int,
+    checkpoint: str = "latest",
+    progress: Progress = SILENT,
+) -> Replay:
+    """Trains the last ``steps`` steps before a checkpoint again and compares all of it; the run is only read.
+
+    It takes no lock: what it reads never changes. Raises KilnError KLN108 with the first difference; KLN201, KLN209 and
+    KLN215 as :func:`kiln_stages.training.replay.replay` and :func:`run` do.
+    """
+    require_train_extra("kiln resume")
+    from kiln_stages.training.replay import replay
+    from kiln_stages.training.run_training import read_inputs
+
+    inputs = read_inputs(config, out, plugins, progress)
+    return replay(inputs.plan(), inputs.directory, _choose(inputs.directory, checkpoint, out), steps, progress)
 
 
 def _choose(directory: Path, wanted: str, out: Path) -> Checkpoint:

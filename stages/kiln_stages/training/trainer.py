@@ -155,18 +155,22 @@ class Trainer:
 
     def publish_checkpoint(self, directory: Path) -> Path:
         """An exact checkpoint of this moment, which must be between steps."""
-        plan, kind = self.plan, self.plan.config.optimizer.kind
+        plan = self.plan
         return publish_checkpoint(
             directory,
             self.binding,
             self.state,
             epoch_order(plan.seed, self.state.epoch_index, len(plan.rows)),
-            store(self.model.parameters),
-            store(export_state(kind, self.optimizer, self.model.parameters)),
+            self.adapter_tensors(),
+            self.optimizer_tensors(),
         )
 
     def adapter_tensors(self) -> list[StoredTensor]:
         return store(self.model.parameters)
+
+    def optimizer_tensors(self) -> list[StoredTensor]:
+        """The optimizer's state as checkpoints have it; at least one step must have been taken."""
+        return store(export_state(self.plan.config.optimizer.kind, self.optimizer, self.model.parameters))
 
     def write_adapter(self, directory: Path) -> Adapter:
         """Writes the adapter in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``."""
