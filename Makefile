@@ -34,7 +34,7 @@ $(CUT)/.stamps/train: $(CUT)/admit_manifest.json $(CONFIG) | $(RUN)/train_receip
 	$(KILN) resume $(CUT)
 	@mkdir -p $(@D) && touch $@
 $(CUT)/train_receipt.json: $(CUT)/.stamps/train
-	@test -e $@ || $(KILN) resume $(CUT)
+	@grep -qs '"status": "success"' $@ || $(KILN) resume $(CUT)
 $(eval $(call kiln_verify,$(CUT)))
 
 install: $(VENV)/.installed

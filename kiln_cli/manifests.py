@@ -154,6 +154,19 @@ def read_receipt(path: Path) -> TrainReceipt:
     return receipt
 
 
+def read_successful_receipt(path: Path) -> TrainReceipt:
+    """As :func:`read_receipt`; KilnError KLN206 with the reason where it is the receipt of a training that failed."""
+    receipt = read_receipt(path)
+    if receipt.status != "success":
+        reason = f"{receipt.failure_reason}: {receipt.failure_message}"
+        raise KilnError(
+            "KLN206",
+            f"{printable(path)} is of a training that failed: {printable(reason)}",
+            hint=f"`kiln resume {printable(path.parent)}` goes on from a checkpoint; `kiln train` begins again",
+        )
+    return receipt
+
+
 def locate(ref: FileRef, run: Path, manifest: StageManifest) -> Path:
     """Where a referenced file should lie."""
     if ref.base == "run":

@@ -221,9 +221,51 @@ class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     manifest_sha256: str
 
 
+class DeltaNorms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """L2 norms of the trained adapter under one module name: ``pair_count`` pairs of A and B, and a bound on how far
+    their layers' weights moved."""
+
+    module: str
+    pair_count: int
+    a_l2_mean: float
+    a_l2_max: float
+    b_l2_mean: float
+    b_l2_max: float
+    delta_l2_upper_bound_mean: float
+    delta_l2_upper_bound_max: float
+
+
+class LoraGradNorms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """L2 norms of the gradients under one module name, a sample for each leaf and step."""
+
+    module: str
+    sample_count: int
+    min: float
+    mean: float
+    max: float
+
+
+# Why a training failed; the set is closed. Those of policy training (groups, env tokens) never stand in a receipt here.
+FAILURE_REASONS = (
+    "data_schema_error",
+    "adapter_load_failed",
+    "zero_groups",
+    "zero_action_tokens",
+    "zero_env_tokens",
+    "cancelled",
+    "unsupported_loss_config",
+    "nan_loss",
+    "oom",
+    "shape_mismatch",
+    "unsafe_lora_scale",
+    "base_adapter_missing",
+    "training_error",
+)
+
+
 class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``kiln_train_receipt``: what was trained, from what, with what, and what came out. ``docs/artifacts.md`` has a
-    line a field.
+    line a field. A failed training has the same fields; what it did not come to is null or empty.
 
     ``content_sha256`` leaves out ``produced`` (times, durations, place), ``checkpoints`` (they hold times, and a run
     that was cut has other ones) and both digests: two runs are compared by it. ``receipt_sha256`` covers all the rest.
@@ -247,7 +289,10 @@ class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     steps: int
     loss_log_sha256: str | None
     held_out: Held | None
-    execution: dict[str, Any]
+    lora_delta_norms: list[DeltaNorms]
+    lora_grad_norms: list[LoraGradNorms]
+    execution: dict[str, Any] | None
+    execution_provenance: dict[str, Any] | None = None
     config: dict[str, Any]
     config_sha256: str
     previous: ManifestRef

@@ -5,7 +5,8 @@
 #   all: runs/mine/verified
 #
 # A stage that is run again and changes nothing leaves its manifest as it is, so nothing behind it runs. The stamp is
-# what tells Make that the stage has looked at its inputs; the manifest is what later stages depend on.
+# what tells Make that the stage has looked at its inputs; the manifest is what later stages depend on. A training that
+# fails leaves a receipt too, which says so: it gets no stamp, and it is not taken for a training that is done.
 
 KILN ?= kiln
 
@@ -39,7 +40,7 @@ $(1)/.stamps/train: $(1)/admit_manifest.json $(2)
 	$$(KILN) train $(2) --out $(1) --fresh
 	@mkdir -p $$(@D) && touch $$@
 $(1)/train_receipt.json: $(1)/.stamps/train
-	@test -e $$@ || $$(KILN) train $(2) --out $(1) --fresh
+	@grep -qs '"status": "success"' $$@ || $$(KILN) train $(2) --out $(1) --fresh
 
 $(call kiln_verify,$(1))
 endef

@@ -16,7 +16,7 @@ from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input
 from kiln_cli.lines import LineReader
-from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt
+from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_successful_receipt
 from kiln_cli.plugins import load_plugins
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
@@ -64,7 +64,7 @@ def run(
     or adapter, KLN302 for a missing model."""
     if (row is None) == (prompt is None):
         raise KilnError("KLN201", "give one of --row and --prompt", hint="kiln generate RUN --row 1")
-    read_receipt(run_directory / RECEIPT_NAME)
+    read_successful_receipt(run_directory / RECEIPT_NAME)
     config = load_config(run_directory / "config.resolved.toml")
     files = load_model_files(config.model_dir())
     choice = choose_template(config.run.admit.template, files, load_plugins().templates, config.base_dir)

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kiln_cli.errors import KilnError
-from kiln_cli.manifests import RECEIPT_NAME, nonzero, read_document, read_manifest, read_receipt
+from kiln_cli.manifests import RECEIPT_NAME, nonzero, read_document, read_manifest, read_successful_receipt
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, TrainReceipt
 from kiln_cli.terminal import table, terminal
 from kiln_cli.text import printable
@@ -62,7 +62,7 @@ def command(
 
 def run(run_directory: Path, against: Path | None = None) -> Report:
     """Raises KilnError KLN206 where the run has no receipt or a manifest of it is missing."""
-    receipt = read_receipt(run_directory / RECEIPT_NAME)
+    receipt = read_successful_receipt(run_directory / RECEIPT_NAME)
     speed = receipt.produced.get("training_tokens_per_second")
     return Report(
         rows=_rows(run_directory),
@@ -132,7 +132,7 @@ def _rows(run_directory: Path) -> list[tuple[str, int]]:
 
 
 def _compare(receipt: TrainReceipt, against: Path) -> Against:
-    other = read_receipt(against / RECEIPT_NAME)
+    other = read_successful_receipt(against / RECEIPT_NAME)
     same_adapter = receipt.adapters["output"]["content_sha256"] == other.adapters["output"]["content_sha256"]
     return Against(
         run=printable(against),

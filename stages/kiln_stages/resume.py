@@ -67,6 +67,7 @@ def run(
     started = time.monotonic()
     require_train_extra("kiln resume")
     from kiln_stages.training.checkpoint import list_checkpoints
+    from kiln_stages.training.failures import recorded
     from kiln_stages.training.run_training import TrainResult, finish, finished, read_inputs, run_steps
     from kiln_stages.training.trainer import Trainer, require_no_later
     from kiln_stages.training.training_file import read_training
@@ -80,16 +81,18 @@ def run(
             raise _no_checkpoint(out, "there is no training")
         loaded = _choose(inputs.directory, checkpoint, out)
         require_no_later(inputs.directory, loaded, list_checkpoints(inputs.directory))
-        trainer = Trainer(inputs.plan())
-        trainer.restore(loaded)
-        step = loaded.loop.global_step
-        outcome, signal = run_steps(trainer, inputs, progress)
-        if outcome.stopped:
-            return TrainResult(
-                receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal, resumed_from=step
-            )
-        receipt = finish(trainer, inputs, training, started, outcome, progress)
-        return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step)
+        with recorded(inputs, started) as attempt:
+            trainer = attempt.trainer = Trainer(inputs.plan())
+            trainer.restore(loaded)
+            step = loaded.loop.global_step
+            outcome, signal = run_steps(trainer, inputs, progress)
+            if outcome.stopped:
+                attempt.cancelled(outcome, signal)
+                return TrainResult(
+                    receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal, resumed_from=step
+                )
+            receipt = finish(trainer, inputs, training, started, outcome, progress)
+            return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step)
 
 
 def run_proof(

@@ -47,12 +47,14 @@ def run(
 ) -> TrainResult:
     """Writes ``train/`` and, last, ``train_receipt.json``. A finished training of the same inputs is left as it is.
 
-    ``fresh`` moves another or an unfinished training to ``train.<digest8>``. Raises KilnError: KLN206/207 where
+    A training that fails, or is stopped, leaves a receipt with status "failed" and its reason, never over a successful
+    one. ``fresh`` moves another or an unfinished training to ``train.<digest8>``. Raises KilnError: KLN206/207 where
     admit's files are missing or changed, KLN208 where the run holds another training, KLN302/214 for the model, KLN104
     for a loss that is not finite or diverges, KLN401/402/403 for locks, disks and memory.
     """
     started = time.monotonic()
     require_train_extra("kiln train")
+    from kiln_stages.training.failures import recorded
     from kiln_stages.training.run_training import (
         TrainResult,
         finish,
@@ -72,14 +74,16 @@ def run(
         if fresh:
             move_aside(out)
         _require_room(inputs)
-        trainer = Trainer(inputs.plan())
-        training = inputs.training(held_out_loss(trainer, inputs, progress, "before"))
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
-        write_file(inputs.directory / TRAINING_NAME, document(training))
-        outcome, signal = run_steps(trainer, inputs, progress)
-        if outcome.stopped:
-            return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
-        return TrainResult(receipt=finish(trainer, inputs, training, started, outcome, progress), outcome=outcome)
+        with recorded(inputs, started) as attempt:
+            trainer = attempt.trainer = Trainer(inputs.plan())
+            training = inputs.training(held_out_loss(trainer, inputs, progress, "before"))
+            write_file(inputs.directory / TRAINING_NAME, document(training))
+            outcome, signal = run_steps(trainer, inputs, progress)
+            if outcome.stopped:
+                attempt.cancelled(outcome, signal)
+                return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
+            return TrainResult(receipt=finish(trainer, inputs, training, started, outcome, progress), outcome=outcome)
 
 
 def _require_room(inputs: Inputs) -> None:

@@ -8,6 +8,7 @@ called *consistent*: nobody changed one part without the others. It does not say
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +23,8 @@ from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_document, read_
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, StageManifest, TrainReceipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
-from kiln_stages.admitting.corpus import row_whose_labels_differ
+from kiln_stages.admitting.corpus import CONTEXT_LABEL, row_whose_labels_differ
+from kiln_stages.admitting.model_files import tokenizer_identity
 from kiln_stages.evidence.claims import (
     NOT_CHECKED,
     Claim,
@@ -39,13 +41,17 @@ from kiln_stages.evidence.claims import (
 from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
+from kiln_stages.training.order import times_trained
 from kiln_stages.training.tensors import base_model_sha256, weight_shards
 
 SHOWN = 5  # claims that the closing error names
 
 
 class Verdict(msgspec.Struct, frozen=True):
+    """``failed_training``: reason and message of a receipt that tells of a failure, None of a success."""
+
     claims: list[Claim]
+    failed_training: str | None = None
 
     def named(self, status: Status) -> list[str]:
         return [line.name for line in self.claims if line.status == status]
@@ -68,10 +74,19 @@ def command(
     verdict = run(target, deep=deep)
     word, against = verdict.word(require_all), verdict.against(require_all)
     if json:
-        terminal.json_data({"schema": "kiln.verdict.v1", "verdict": word, "claims": verdict.claims})
+        terminal.json_data(
+            {
+                "schema": "kiln.verdict.v1",
+                "verdict": word,
+                "failed_training": verdict.failed_training,
+                "claims": verdict.claims,
+            }
+        )
     else:
         for line in verdict.claims:
             terminal.data(line.line())
+        if verdict.failed_training:
+            terminal.data(f"the training FAILED: {printable(verdict.failed_training)}")
         terminal.data(
             f"{word}: {len(verdict.named('holds'))} claims hold, {len(verdict.named('fails'))} fail, "
             f"{len(verdict.named('not checkable here'))} not checkable here, "
@@ -95,7 +110,8 @@ def run(target: Path, *, deep: bool = False) -> Verdict:
         receipt = read_receipt(path)
     except KilnError as error:
         return Verdict([Claim("the receipt is a kiln train receipt in canonical form", "fails", error.message)])
-    return Verdict(list(_Verification(path.parent, receipt, deep).claims()))
+    failed = f"{receipt.failure_reason}: {receipt.failure_message}" if receipt.status == "failed" else None
+    return Verdict(list(_Verification(path.parent, receipt, deep).claims()), failed)
 
 
 class _Verification:
@@ -150,7 +166,9 @@ class _Verification:
         yield claim("inputs are the admitted rows", lambda: self._check_inputs(admit))
         yield claim("admit/sft_ingestion.json is the receipt's ingestion", self._check_ingestion_file)
         yield claim("the corpus holds the rows and tokens of the receipt", lambda: self._check_corpus(admit))
-        yield claim("held-out rows and tokens are those of admit/heldout.parquet", lambda: self._check_held_out(admit))
+        if self.receipt.status == "success":
+            name = "held-out rows and tokens are those of admit/heldout.parquet"
+            yield claim(name, lambda: self._check_held_out(admit))
         yield claim("tokenizer and template are the admitted ones", lambda: self._check_tokenizer(admit))
         yield claim("tokenizer files are the admitted ones", lambda: self._check_tokenizer_files(admit))
         yield claim("another file names the same kiln and plugins", lambda: self._check_plugins(admit))
@@ -179,35 +197,29 @@ class _Verification:
         receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"))
         if found.hashes != (hashes := receipt.data.sft_ingestion.kept_row_hashes):
             return f"{len(found.hashes)} rows in the corpus, {len(hashes)} kept hashes in the receipt, and they differ"
-        if receipt.status == "failed":
-            return ""
-        epochs = int(receipt.hyperparameters["epochs"])
-        expected = {
-            "action_tokens": found.supervised * epochs,
-            "context_tokens": (found.tokens - found.supervised) * epochs,
-        }
+        times = times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(found.hashes))
+        action = sum(map(mul, times, found.supervised))
+        expected = {"action_tokens": action, "context_tokens": sum(map(mul, times, found.tokens)) - action}
         return compare("token_counts", receipt.token_counts, expected)
 
     def _check_held_out(self, admit: StageManifest) -> str:
         held = self.receipt.held_out
-        if self.receipt.status == "failed" and held is None:
-            return ""
         if "heldout" not in [ref.kind for ref in admit.outputs]:
             return differ("held_out", held, None)
         found = _read_rows(self.run, admit.output("admit/heldout.parquet"))
         said = None if held is None else {"rows": held.rows, "supervised_tokens": held.supervised_tokens}
-        return compare("held_out", said, {"rows": len(found.hashes), "supervised_tokens": found.supervised})
+        return compare("held_out", said, {"rows": len(found.hashes), "supervised_tokens": sum(found.supervised)})
 
     def _check_tokenizer(self, admit: StageManifest) -> str:
         expected = {"files": admit.details.get("tokenizer"), "template": admit.details.get("template")}
-        return compare("tokenizer", self.receipt.tokenizer, expected)
+        return compare("tokenizer", {name: self.receipt.tokenizer[name] for name in expected}, expected)
 
     def _check_tokenizer_files(self, admit: StageManifest) -> str:
         directory = self._model_dir()
         digests: dict[str, str] = admit.details.get("tokenizer", {})
-        return "; ".join(
-            text for name, expected in digests.items() if (text := differ(name, _sha256(directory / name), expected))
-        )
+        faults = [differ(name, _sha256(directory / name), expected) for name, expected in digests.items()]
+        faults.append(compare("tokenizer", self.receipt.tokenizer, tokenizer_identity(directory, admit.details)))
+        return "; ".join(filter(None, faults))
 
     def _check_plugins(self, admit: StageManifest) -> str:
         """Kiln may have been upgraded, or a plugin added, since admit ran; then a checkpoint can bear the receipt out.
@@ -260,8 +272,8 @@ class _Rows(NamedTuple):
     """What of an admitted corpus the receipt tells of."""
 
     hashes: list[str]
-    tokens: int
-    supervised: int
+    tokens: list[int]  # of each row
+    supervised: list[int]  # of each row: no token comes before the first one, so that one is never predicted
 
 
 def _read_rows(run: Path, ref: FileRef) -> _Rows:
@@ -270,23 +282,19 @@ def _read_rows(run: Path, ref: FileRef) -> _Rows:
 
     path = require(run / ref.path)
     require_unchanged(ref, path, "admit_manifest.json")  # first: polars aborts on some damage, in a noisy way
-    spans = pl.col("label_spans").list
-    begins, ends = spans.gather_every(2).explode().cast(pl.Int64), spans.gather_every(2, 1).explode().cast(pl.Int64)
+    # As :func:`kiln_stages.training.loop.supervised_positions` counts them.
+    labelled = pl.col("labels").list.slice(1).list.eval(pl.element() != CONTEXT_LABEL).list.sum()
     with open_input(path) as stream:
         try:
             frame = pl.read_parquet(stream, columns=["row_sha256", "input_ids", "label_spans", "labels"])
-            sums = frame.select(
-                tokens=pl.col("input_ids").list.len().cast(pl.Int64).sum(),
-                # no token comes before the first one, so that one is never predicted
-                supervised=ends.sum() - begins.clip(1).sum(),
-            )
+            counts = frame.select(tokens=pl.col("input_ids").list.len(), supervised=labelled)
             differing = row_whose_labels_differ(frame)
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
             raise KilnError("KLN206", f"{path.name} is no admitted corpus: {printable(error)}") from None
     if differing is not None:
         name = printable(frame["row_sha256"][differing])
         raise KilnError("KLN206", f"{path.name}: labels of row {differing + 1} ({name}) are not those of label_spans")
-    return _Rows(frame["row_sha256"].to_list(), *sums.row(0))
+    return _Rows(frame["row_sha256"].to_list(), counts["tokens"].to_list(), counts["supervised"].to_list())
 
 
 def _paths(refs: list[FileRef]) -> list[str]:

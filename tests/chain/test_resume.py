@@ -118,7 +118,7 @@ def test_a_signal_settles_the_step_publishes_a_checkpoint_and_resume_equals_the_
 ) -> None:
     done = cuts[name]
     assert done.code == code, done.err
-    assert not done.receipt
+    assert done.receipt, "a failed one, with the reason cancelled"
     assert done.lines == done.checkpoint, "the step is settled: what is logged is in the checkpoint"
     assert f"after step {done.checkpoint}" in done.err and "next: kiln resume" in done.err
     if done.resumed is not None:

@@ -92,6 +92,22 @@ def choose_template(wanted: str, files: ModelFiles, templates: Registry[Template
     raise AssertionError
 
 
+def tokenizer_identity(directory: Path, details: dict[str, Any]) -> dict[str, Any]:
+    """What a train receipt says of the tokenizer: the files and the template that admission recorded in ``details``,
+    and by name the digests of the tokenizer's config, of the model's own chat template (as text, wherever it lies) and
+    of the one that was trained under. Null for a file or template that the model does not have."""
+    files, template = details.get("tokenizer") or {}, details.get("template") or {}
+    config = files.get("tokenizer_config.json")
+    own = _chat_template(directory, _json_file(directory / "tokenizer_config.json", required=False))
+    return {
+        "files": details.get("tokenizer"),
+        "template": details.get("template"),
+        "tokenizer_config_sha256": f"sha256:{config}" if config is not None else None,
+        "chat_template_sha256": "sha256:" + sha256_hex(own.encode("utf-8")) if own is not None else None,
+        "training_chat_template_sha256": template.get("sha256"),
+    }
+
+
 def missing(directory: Path, what: str) -> KilnError:
     return KilnError(
         "KLN302",

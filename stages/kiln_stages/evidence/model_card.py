@@ -145,7 +145,7 @@ def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
         ("LoRA rank and alpha", f"{settings['rank']}, {settings['alpha']:g}"),
         ("target layers", ", ".join(code_span(name) for name in settings["target_modules"])),
         ("seed", f"`{settings['seed']}`"),
-        ("precision", code_span(receipt.execution["precision"]["parameter_dtype"])),
+        ("precision", code_span(receipt.config["train"]["dtype"])),
     ]
     if losses:
         lines += [

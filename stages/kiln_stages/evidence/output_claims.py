@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
@@ -19,21 +20,27 @@ from kiln_stages.evidence.model_card import FORMAT, adapter_card
 from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, CARD, LOSS_LOG, binding
 from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
 from kiln_stages.training.checkpoint_manifest import differences
+from kiln_stages.training.lora_norms import delta_norms
 from kiln_stages.training.metrics import Step, loss_log_sha256, read_steps
-from kiln_stages.training.tensors import adapter_content_sha256, read_tensors
+from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, read_tensors
 
 ADAPTER_LIMIT = 1 << 40
+NORM_SLACK = 1e-9  # relative
 DOCUMENT_LIMIT = 1 << 24
 
 
 def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
     for ref in receipt.outputs:
         yield claim(f"{printable(ref.path)} has its digest", partial(check_file, ref, run / ref.path))
-    yield claim("adapter tensors have their content digest", partial(_check_adapter, run, receipt))
-    yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
+    if receipt.status == "success":
+        yield claim("adapter tensors have their content digest and norms", partial(_check_adapter, run, receipt))
+        yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
     if CARD in [ref.path for ref in receipt.outputs]:  # a training that failed has none
         yield claim("the adapter's README.md is the card of this receipt", partial(_check_card, run, receipt))
-    yield claim("the loss log is the one of the receipt", partial(_check_loss_log, run, receipt))
+    if receipt.loss_log_sha256 is not None:
+        yield claim("the loss log is the one of the receipt", partial(_check_loss_log, run, receipt))
+    elif not (run / "train").exists():
+        return  # it failed before anything was written
     yield claim("train/training.json began this training", partial(_check_training, run, receipt))
     yield claim("no other checkpoint lies in train/", partial(_check_no_others, run, receipt))
     for checkpoint in receipt.checkpoints:
@@ -56,8 +63,22 @@ def _checkpoint_claims(run: Path, receipt: TrainReceipt, checkpoint: CheckpointR
 def _check_adapter(run: Path, receipt: TrainReceipt) -> str:
     output: dict[str, Any] = receipt.adapters["output"] or {}
     path = require(run / ADAPTER_MODEL)
-    found = adapter_content_sha256(read_tensors(read_bounded(path, ADAPTER_LIMIT), path.name))
-    return differ("content_sha256", found, output.get("content_sha256"))
+    tensors = read_tensors(read_bounded(path, ADAPTER_LIMIT), path.name)
+    found = adapter_content_sha256(tensors)
+    return differ("content_sha256", found, output.get("content_sha256")) or _check_norms(receipt, tensors)
+
+
+def _check_norms(receipt: TrainReceipt, tensors: list[StoredTensor]) -> str:
+    """The norms of the adapter, computed again. Another release of polars may sum in another order."""
+    derived = delta_norms(tensors, receipt.hyperparameters["alpha_over_rank"])
+    if text := differ("modules", [n.module for n in receipt.lora_delta_norms], [n.module for n in derived]):
+        return text
+    for said, found in zip(receipt.lora_delta_norms, derived, strict=True):
+        for name in said.__struct_fields__[1:]:
+            here, there = getattr(said, name), getattr(found, name)
+            if not math.isclose(here, there, rel_tol=NORM_SLACK):
+                return f"{name} of {printable(said.module)} is {here}, the tensors give {there}"
+    return ""
 
 
 def _check_adapter_config(run: Path, receipt: TrainReceipt) -> str:
@@ -99,13 +120,17 @@ def _check_loss_log(run: Path, receipt: TrainReceipt) -> str:
 def _check_training(run: Path, receipt: TrainReceipt) -> str:
     found, held = _read_object(run / "train" / "training.json"), receipt.held_out
     before = found["held_out_before"]
+    if receipt.status == "failed":  # it holds no held-out loss, which is a pair
+        held_before = before
+    else:
+        # rows, supervised tokens, the mean over rows (which the receipt leaves out), the mean over tokens
+        held_before = held and [held.rows, held.supervised_tokens, before and before[2], held.loss_before]
     expected = {
         "adapter": receipt.adapter_name,
         "config_sha256": receipt.config_sha256,
         "corpus_sha256": receipt.previous.content_sha256,
         "schema": "kiln.training.v1",
-        # rows, supervised tokens, the mean over rows (which the receipt leaves out), the mean over tokens
-        "held_out_before": held and [held.rows, held.supervised_tokens, before and before[2], held.loss_before],
+        "held_out_before": held_before,
     }
     return compare("training", found, expected)
 

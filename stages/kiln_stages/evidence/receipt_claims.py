@@ -5,6 +5,7 @@ No file is read here. :func:`binding` is the receipt in the form that checkpoint
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import msgspec
 
 from kiln_cli.config import TRAIN_SECTIONS, RunConfig, TrainConfig
-from kiln_cli.identity import Domain, domain_json_sha256
+from kiln_cli.identity import Domain, domain_json_sha256, is_hash
 from kiln_cli.manifests import MANIFEST_NAMES
 from kiln_cli.plugins import DISTRIBUTION
-from kiln_cli.receipts import TrainReceipt
+from kiln_cli.receipts import FAILURE_REASONS, TrainReceipt
 from kiln_cli.text import printable
-from kiln_stages.evidence.claims import Claim, claim, compare, differ
+from kiln_stages.evidence.claims import Claim, Unavailable, claim, compare, differ
 from kiln_stages.training.checkpoint import checkpoint_name
 from kiln_stages.training.checkpoint_manifest import (
     ABSENT,
@@ -30,6 +31,7 @@ from kiln_stages.training.checkpoint_manifest import (
     scheduler_state,
 )
 from kiln_stages.training.loop_state import STATE_TYPE
+from kiln_stages.training.provenance import execution_provenance
 from kiln_stages.training.tensors import Shard, base_model_sha256
 
 ADAPTER_CONFIG = "train/adapter/adapter_config.json"
@@ -43,6 +45,8 @@ OUTPUTS = {
     CARD: "model_card",
 }
 MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and the weight decay times it
+RFC3339 = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})\Z")
+SLACK = 1e-12  # a mean of equal numbers may round to either side of them
 BESIDE_EXECUTION = (
     "gradient_checkpoint_plan",
     "head_probe",
@@ -62,9 +66,14 @@ def run_config(receipt: TrainReceipt) -> RunConfig:
 
 
 def binding(receipt: TrainReceipt) -> Binding:
-    """What a checkpoint of this training is bound to, derived a second time, from the receipt alone."""
+    """What a checkpoint of this training is bound to, derived a second time, from the receipt alone.
+
+    Raises Unavailable for a training that failed before there was a model.
+    """
     config, ingestion = run_config(receipt).train, receipt.data.sft_ingestion
     parameters, execution = receipt.hyperparameters, receipt.execution
+    if execution is None:
+        raise Unavailable("the training failed before its model was loaded")
     optimizer = {"kind": config.optimizer.kind, **config.optimizer.resolved()}
     seed = str(parameters["seed"])
     return Binding(
@@ -76,7 +85,7 @@ def binding(receipt: TrainReceipt) -> Binding:
             content_sha256=ingestion.kept_corpus_sha256.removeprefix("sha256:"),
             item_count=ingestion.rows_kept,
         ),
-        total_steps=receipt.steps,
+        total_steps=ingestion.rows_kept * config.epochs,
         optimizer_kind=parameters["optimizer"]["kind"],
         optimizer_hyperparameters=parameters["optimizer"]["effective"],
         scheduler_state=scheduler_state(config.profile, config.rate),
@@ -111,12 +120,74 @@ def _check_content_digest(receipt: TrainReceipt) -> str:
     return differ("content_sha256", receipt.content_sha256, receipt.content_digest())
 
 
-def _check_status(receipt: TrainReceipt) -> str:
-    failed, has_reason = receipt.status == "failed", bool(receipt.failure_reason)
-    if failed == has_reason and (failed or receipt.failure_message is None):
+def _check_envelope(receipt: TrainReceipt) -> str:
+    """A name, a time, and failure fields exactly where the training failed. Type and version are read's to check."""
+    reason, message = receipt.failure_reason, receipt.failure_message
+    if receipt.status == "failed":
+        sound = reason in FAILURE_REASONS and bool(message and message.strip())
+    else:
+        sound = reason is None and message is None
+    told = f"status is {receipt.status}, failure_reason {reason!r}, failure_message {message!r}"
+    at = receipt.produced.get("at")
+    faults = [
+        "" if receipt.adapter_name.strip() else "adapter_name is blank",
+        "" if isinstance(at, str) and RFC3339.match(at) else f"produced.at is {printable(repr(at))}, no RFC 3339 time",
+        "" if sound else printable(told),
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_template(receipt: TrainReceipt) -> str:
+    """The digest of the template that was trained under, wherever it stands; and those that follow from the files."""
+    found = receipt.tokenizer
+    template, files = found["template"], found["files"]
+    config = files.get("tokenizer_config.json")
+    expected = {
+        "training_chat_template_sha256": template["sha256"],
+        "tokenizer_config_sha256": None if config is None else f"sha256:{config}",
+    }
+    if template["name"] == "model":
+        expected["chat_template_sha256"] = template["sha256"]
+    faults = [
+        "" if is_hash(template["sha256"]) else f"template.sha256 is {printable(template['sha256'])}, no hash",
+        compare("tokenizer", {name: found[name] for name in expected}, expected),
+    ]
+    return "; ".join(filter(None, faults))
+
+
+def _check_provenance(receipt: TrainReceipt) -> str:
+    return compare("execution_provenance", receipt.execution_provenance, execution_provenance(receipt))
+
+
+def _check_precision(receipt: TrainReceipt) -> str:
+    if receipt.execution is None:
         return ""
-    reason = f"failure_reason is {receipt.failure_reason!r}, failure_message {receipt.failure_message!r}"
-    return f"status is {receipt.status}, {printable(reason)}"
+    blank = [
+        name for name, text in receipt.execution["precision"].items() if isinstance(text, str) and not text.strip()
+    ]
+    return f"precision.{printable(blank[0])} is blank" if blank else ""
+
+
+def _check_norms(receipt: TrainReceipt) -> str:
+    """The order of the numbers, and that every module has one entry; a finished training names all of its modules."""
+    targets = receipt.hyperparameters["target_modules"] or []
+    grads, deltas = receipt.lora_grad_norms, receipt.lora_delta_norms
+    faults = [
+        f"lora_grad_norms of {printable(each.module)} are not min <= mean <= max"
+        for each in grads
+        if not 0 <= each.min <= each.mean * (1 + SLACK) or not each.mean <= each.max * (1 + SLACK)
+    ]
+    if receipt.status == "success":
+        faults.append(differ("modules of lora_grad_norms", [each.module for each in grads], targets))
+        faults.append(differ("modules of lora_delta_norms", [each.module for each in deltas], targets))
+        pairs = {each.module: each.pair_count for each in deltas}
+        faults += [
+            differ(f"sample_count of {each.module}", each.sample_count, 2 * pairs.get(each.module, 0) * receipt.steps)
+            for each in grads
+        ]
+    else:
+        faults.append(differ("lora_delta_norms", deltas, []))
+    return "; ".join(filter(None, faults))
 
 
 def _check_ingestion(receipt: TrainReceipt) -> str:
@@ -142,9 +213,12 @@ def _check_binding(receipt: TrainReceipt) -> str:
 
 
 def _check_counts(receipt: TrainReceipt) -> str:
-    if receipt.status == "failed":
-        return ""
     expected = receipt.data.sft_ingestion.rows_kept * run_config(receipt).train.epochs
+    if receipt.status == "failed":
+        within = 0 <= receipt.steps <= expected
+        return differ("data.examples_trained", receipt.data.examples_trained, receipt.steps) or (
+            "" if within else f"steps is {receipt.steps}, outside 0..{expected}"
+        )
     faults = [
         differ("data.examples_trained", receipt.data.examples_trained, expected),
         differ("steps", receipt.steps, expected),
@@ -174,6 +248,11 @@ def _check_hyperparameters(receipt: TrainReceipt) -> str:
     train = config.train
     effective = found["optimizer"]["effective"]
     targets = found["target_modules"]
+    if receipt.execution is None:  # the model never came up
+        handed, chosen = None, None
+    else:
+        handed = effective | _handed_to_torch(train)
+        chosen = targets if train.target_modules is None else sorted(set(train.target_modules))
     expected = {
         "alpha": train.lora_alpha,
         "alpha_over_rank": train.lora_alpha / train.lora_rank,
@@ -182,12 +261,12 @@ def _check_hyperparameters(receipt: TrainReceipt) -> str:
         "learning_rate": train.rate,
         "loss": train.loss,
         "mode": "sft",
-        "optimizer": {"effective": effective | _handed_to_torch(train), "kind": train.optimizer.kind},
+        "optimizer": {"effective": handed, "kind": train.optimizer.kind},
         "profile": train.profile,
         "rank": train.lora_rank,
         "seed": str(config.project.seed),
         "shuffle": Domain.EPOCH_ORDER.value,
-        "target_modules": targets if train.target_modules is None else sorted(set(train.target_modules)),
+        "target_modules": chosen,
     }
     return compare("hyperparameters", found, expected)
 
@@ -223,6 +302,8 @@ def _check_names(receipt: TrainReceipt) -> str:
 
 def _check_execution(receipt: TrainReceipt) -> str:
     train, found = run_config(receipt).train, receipt.execution
+    if found is None:
+        return "" if receipt.status == "failed" and receipt.steps == 0 else "execution is null"
     kinds = ("activation_dtype", "gradient_dtype", "optimizer_state_dtype", "parameter_dtype")
     expected: dict[str, Any] = {
         "device": train.device,
@@ -267,9 +348,10 @@ def _check_base_weights(receipt: TrainReceipt) -> str:
 
 
 def _check_outputs(receipt: TrainReceipt) -> str:
-    """The adapter's files and the loss log, no more and no less, and the same adapter under ``adapters``."""
+    """The adapter's files and the loss log, no more and no less, and the same adapter under ``adapters``. A failed
+    training has no adapter, and a loss log where it came to a step."""
     if receipt.status == "failed":
-        return ""
+        return _check_failed_outputs(receipt)
     if text := differ("outputs", [ref.path for ref in receipt.outputs], list(OUTPUTS)):
         return text
     files = {ref.path: ref for ref in receipt.outputs}
@@ -288,22 +370,39 @@ def _check_outputs(receipt: TrainReceipt) -> str:
     return "; ".join(filter(None, faults))
 
 
+def _check_failed_outputs(receipt: TrainReceipt) -> str:
+    found = [[ref.path, ref.base, ref.kind, ref.schema, ref.rows] for ref in receipt.outputs]
+    logged = [[LOSS_LOG, "run", OUTPUTS[LOSS_LOG], None, receipt.steps]]
+    faults = [
+        differ("outputs", found, logged if receipt.loss_log_sha256 is not None else []),
+        differ("adapters.output", receipt.adapters["output"], None),
+        differ("held_out", receipt.held_out, None),
+    ]
+    return "; ".join(filter(None, faults))
+
+
 def _check_checkpoints(receipt: TrainReceipt) -> str:
     steps = [checkpoint.step for checkpoint in receipt.checkpoints]
     faults = [
         differ(f"name of step {each.step}", each.name, checkpoint_name(receipt.adapter_name, each.step))
         for each in receipt.checkpoints
     ]
-    faults.append(differ("steps", steps, [step for step in sorted(set(steps)) if 0 < step < receipt.steps]))
+    # None is made at the end, but a training that was stopped leaves one of its last step.
+    past = receipt.steps + (receipt.status == "failed")
+    faults.append(differ("steps", steps, [step for step in sorted(set(steps)) if 0 < step < past]))
     return "; ".join(filter(None, faults))
 
 
 CHECKS: tuple[tuple[str, Callable[[TrainReceipt], str]], ...] = (
     ("receipt_sha256 covers the receipt", _check_whole_digest),
     ("content_sha256 covers what is compared", _check_content_digest),
-    ("status and failure fields agree", _check_status),
+    ("name, time and failure fields agree with the status", _check_envelope),
+    ("digests of tokenizer and template follow from their files", _check_template),
     ("the ingestion receipt is sound", _check_ingestion),
     ("the receipt is bound to its ingestion", _check_binding),
+    ("the base weights' digest and size follow from their shards", _check_base_weights),
+    ("the execution provenance and its digest follow from the receipt", _check_provenance),
+    ("no field of the precision is blank", _check_precision),
     ("examples and steps add up", _check_counts),
     ("the receipt's config is sound and has no unknown key", _check_config),
     ("config_sha256 covers the receipt's config", _check_config_digest),
@@ -311,7 +410,7 @@ CHECKS: tuple[tuple[str, Callable[[TrainReceipt], str]], ...] = (
     ("adapter and model are named as in the config", _check_names),
     ("device, precision and threads are those of the config", _check_execution),
     ("kiln and the loss come from the receipt's plugins", _check_kiln),
-    ("the base weights' digest and size follow from their shards", _check_base_weights),
     ("outputs are the adapter's files and the loss log", _check_outputs),
+    ("norms of gradients and adapter are of the trained modules", _check_norms),
     ("checkpoints are named by adapter and step", _check_checkpoints),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +77,19 @@ def execution_identity(*, device: str, dtype: str, attention: str) -> dict[str, 
             "device_name": torch.cuda.get_device_name(device),
         }
     return identity
+
+
+def peak_memory_mib() -> dict[str, float | None]:
+    """The most memory that this process has held, in MiB: of the machine, and of the CUDA device if one was used."""
+    import torch
+
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but on macOS bytes
+    mib = resident / (1 << 20 if platform.system() == "Darwin" else 1 << 10)
+    used = torch.cuda.is_available() and cast(Any, torch.cuda).is_initialized()
+    return {
+        "peak_memory_mib": round(mib, 1),
+        "peak_vram_mib": round(torch.cuda.max_memory_allocated() / (1 << 20), 1) if used else None,
+    }
 
 
 def _cpu(field: str) -> str:

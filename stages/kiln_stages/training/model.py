@@ -162,7 +162,7 @@ def load_language_model(
             attn_implementation=attention,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _not_loadable(path, f"transformers cannot load it: {printable(error)}") from error
     # Weights that no file brings would be drawn at random in silence.
     absent = sorted({*info["missing_keys"], *(str(item) for item in info["mismatched_keys"])})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,11 +38,13 @@ from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.evidence.model_card import adapter_card
+from kiln_stages.evidence.receipt_claims import receipt_claims
+from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import StepRecord, TrainRow
 from kiln_stages.training.metrics import read_steps
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
-from kiln_stages.training.train_receipt import Evidence, describe
+from kiln_stages.training.train_receipt import Evidence, Failure, describe, describe_failure
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
 from kiln_stages.training.training_file import TRAINING_NAME, TRAINING_SCHEMA, HeldOutLoss, Training
 
@@ -57,6 +60,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     held_out: list[TrainRow]
     shards: list[Shard]
     plugins: Plugins
+    admission_seconds: float  # that admitting the rows again took: rendering, tokens and label masks
 
     @property
     def directory(self) -> Path:
@@ -71,7 +75,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def evidence(self) -> Evidence:
-        return Evidence(self.config, self.out, self.admit, self.ingestion, self.shards, self.plugins)
+        return Evidence(self.config, self.out, self.admit, self.ingestion, self.rows, self.shards, self.plugins)
 
     def plan(self) -> Plan:
         """Raises KilnError KLN212 for a loss that no plugin has."""
@@ -149,7 +153,9 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
     for ref in admit.outputs:
         if ref.kind != "rejected_rows":  # private, and no input of a training
             require_unchanged(ref, out / ref.path, "admit_manifest.json")
+    began = time.monotonic()
     ingestion = require_same_admission(config, out, plugins, admit, progress)
+    admission_seconds = time.monotonic() - began
     rows = _read_rows(out, admit, "corpus")
     held_out = _read_rows(out, admit, "heldout") if _has(admit, "admit/heldout.parquet") else []
     return Inputs(
@@ -161,6 +167,7 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
         plugins=plugins,
+        admission_seconds=admission_seconds,
     )
 
 
@@ -170,8 +177,7 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
     if not path.exists():
         return None
     receipt = read_receipt(path)
-    same = receipt.config_sha256, receipt.previous.content_sha256
-    if same != (inputs.config.sha256(*TRAIN_SECTIONS), inputs.admit.content_sha256) or receipt.status != "success":
+    if receipt.status != "success" or not _is_of(receipt, inputs):
         return None
     for ref in receipt.outputs:
         output = inputs.out / ref.path
@@ -186,9 +192,33 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
     return receipt
 
 
+def _is_of(receipt: TrainReceipt, inputs: Inputs) -> bool:
+    """Whether a receipt is of the training that these inputs are for."""
+    same = receipt.config_sha256, receipt.previous.content_sha256
+    return same == (inputs.config.sha256(*TRAIN_SECTIONS), inputs.admit.content_sha256)
+
+
+def _read_if_readable(path: Path) -> TrainReceipt | None:
+    try:
+        return read_receipt(path) if path.exists() else None
+    except KilnError:
+        return None  # damaged: no receipt of anything
+
+
+def discard_failed_receipt(out: Path) -> None:
+    """Before steps are made: the receipt of a failed attempt speaks of a loss log that is about to change."""
+    path = out / RECEIPT_NAME
+    if (receipt := _read_if_readable(path)) is not None and receipt.status == "failed":
+        with writing(path):
+            FS.unlink(path)
+            FS.sync_directory(out)
+
+
 def move_aside(out: Path) -> Path | None:
     """Moves ``train/`` and its receipt to ``train.<digest8>``. None where there is nothing to move."""
     directory, receipt = out / "train", out / RECEIPT_NAME
+    if not directory.exists():
+        discard_failed_receipt(out)  # of a training that left nothing else
     if not directory.exists() and not receipt.exists():
         return None
     path = directory / TRAINING_NAME
@@ -210,6 +240,7 @@ def move_aside(out: Path) -> Path | None:
 def run_steps(trainer: Trainer, inputs: Inputs, progress: Progress) -> tuple[Outcome, int | None]:
     """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
     left = trainer.plan.total_steps - trainer.state.global_step
+    discard_failed_receipt(inputs.out)
     with settle_on_signals() as stop, progress.task("train", left, "steps") as task:
         speed = Speed()
 
@@ -247,19 +278,53 @@ def finish(
     receipt = describe(trainer, inputs.evidence(), adapter, held)
     card = adapter_card(receipt, read_steps(inputs.directory / "metrics.jsonl"))
     receipt.outputs.append(reference(write_file(adapter.path / "README.md", card), inputs.out, "model_card"))
-    seconds = time.monotonic() - started
     receipt.produced = {
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "base_dir": relative_base(inputs.out, inputs.config.base_dir),
-        "manifest_files": manifest_files(inputs.out, inputs.admit),
-        "seconds": round(seconds, 3),
+        **_produced(trainer, inputs, started),
         "steps_in_last_process": len(outcome.state.loss_history) - outcome.first_step,
         "training_seconds": round(outcome.seconds, 3),
         "training_tokens_per_second": round(outcome.tokens / outcome.seconds, 1) if outcome.seconds else None,
     }
-    receipt.seal()
-    write_file(inputs.out / RECEIPT_NAME, document(receipt))
+    write_receipt(receipt, inputs.out)
     return receipt
+
+
+def write_failure(trainer: Trainer | None, inputs: Inputs, failure: Failure, started: float) -> TrainReceipt | None:
+    """The receipt of a training that failed. None, and nothing written, where the run has a successful one of it."""
+    written = _read_if_readable(inputs.out / RECEIPT_NAME)
+    if written is not None and written.status == "success" and _is_of(written, inputs):
+        return None
+    receipt = describe_failure(trainer, inputs.evidence(), failure)
+    receipt.produced = _produced(trainer, inputs, started)
+    write_receipt(receipt, inputs.out)
+    return receipt
+
+
+def write_receipt(receipt: TrainReceipt, out: Path) -> None:
+    """Seals and writes a receipt. Raises KilnError KLN501 where it contradicts itself: then it is no evidence."""
+    receipt.seal()
+    for found in receipt_claims(receipt):
+        if found.status != "holds":
+            raise KilnError("KLN501", f"the train receipt contradicts itself: {found.name}: {found.detail}")
+    write_file(out / RECEIPT_NAME, document(receipt))
+
+
+def _produced(trainer: Trainer | None, inputs: Inputs, started: float) -> dict[str, Any]:
+    """Times, place and memory of this process: evidence, and nothing that two runs are compared by."""
+    phases: dict[str, float] = {"tokenize_ms": inputs.admission_seconds}
+    if trainer is not None:
+        spent = trainer.phases
+        phases |= {
+            "policy_forward_ms": spent.forward,
+            "backward_ms": spent.backward,
+            "optimizer_ms": spent.optimizer,
+        }
+    return {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "base_dir": relative_base(inputs.out, inputs.config.base_dir),
+        "manifest_files": manifest_files(inputs.out, inputs.admit),
+        "phase_timings": {name: round(1000 * seconds, 1) for name, seconds in phases.items()},
+        "runtime": {"wall_clock_ms": round(1000 * (time.monotonic() - started)), **peak_memory_mib()},
+    }
 
 
 def _read_rows(out: Path, admit: StageManifest, split: str) -> list[TrainRow]:

@@ -1,15 +1,18 @@
-"""What a finished training says of itself: the fields of ``train_receipt.json``."""
+"""What a training says of itself: the fields of ``train_receipt.json``, whether it ended well or failed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
+from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
+from kiln_cli.identity import Domain
 from kiln_cli.manifests import manifest_reference
 from kiln_cli.plugins import DISTRIBUTION, Plugins, version
 from kiln_cli.receipts import (
@@ -21,10 +24,14 @@ from kiln_cli.receipts import (
     StageManifest,
     TrainReceipt,
 )
+from kiln_stages.admitting.model_files import tokenizer_identity
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
-from kiln_stages.training.loop import supervised_positions
+from kiln_stages.training.loop import TrainRow, supervised_positions
+from kiln_stages.training.lora_norms import delta_norms, grad_norms
 from kiln_stages.training.metrics import loss_log_sha256, read_steps
-from kiln_stages.training.tensors import Shard
+from kiln_stages.training.order import times_trained
+from kiln_stages.training.provenance import execution_provenance
+from kiln_stages.training.tensors import Shard, base_model_sha256
 from kiln_stages.training.trainer import Adapter, Trainer
 
 
@@ -35,67 +42,115 @@ class Evidence(NamedTuple):
     out: Path
     admit: StageManifest
     ingestion: IngestionReceipt
+    rows: list[TrainRow]
     shards: list[Shard]
     plugins: Plugins
 
 
+class Failure(NamedTuple):
+    """Why a training ended early: a reason of the closed set, and the words of the error."""
+
+    reason: str
+    message: str
+
+
 def describe(trainer: Trainer, evidence: Evidence, adapter: Adapter, held: Held | None) -> TrainReceipt:
     """The receipt of a finished training, but for ``produced`` and its digests."""
-    settings, plan, ingestion = evidence.config.run, trainer.plan, evidence.ingestion
-    epochs = settings.train.epochs
-    supervised = sum(len(supervised_positions(row)) for row in plan.rows)
-    tokens = sum(len(row.input_ids) for row in plan.rows)
-    metrics = evidence.out / "train" / "metrics.jsonl"
-    files = [*(adapter.path / name for name in sorted(adapter.files)), metrics]
-    kinds = ["adapter_config", "adapter_parameters", "metrics"]
+    receipt = _describe(trainer, evidence, trainer.state.global_step)
+    receipt.status = "success"
+    receipt.adapters["output"] = _output(adapter, evidence.out)
+    receipt.held_out = held
+    receipt.lora_delta_norms = delta_norms(trainer.adapter_tensors(), receipt.hyperparameters["alpha_over_rank"])
+    files = [adapter.path / name for name in sorted(adapter.files)]
+    kinds = ["adapter_config", "adapter_parameters"]
+    written = [_file(path, evidence.out, kind) for path, kind in zip(files, kinds, strict=True)]
+    receipt.outputs = [*written, *receipt.outputs]
+    return receipt
+
+
+def describe_failure(trainer: Trainer | None, evidence: Evidence, failure: Failure) -> TrainReceipt:
+    """The receipt of a training that failed, but for ``produced`` and its digests. ``trainer``: None where it failed
+    before there was one; then the steps are those of the loss log that an earlier process left."""
+    log = evidence.out / "train" / "metrics.jsonl"
+    steps = trainer.state.global_step if trainer is not None else len(_whole_log(log) or ())
+    receipt = _describe(trainer, evidence, steps)
+    receipt.failure_reason, receipt.failure_message = failure
+    return receipt
+
+
+def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainReceipt:
+    """What both kinds of receipt say, as of a failed training: no adapter, no norms of one, no held-out loss."""
+    settings, ingestion = evidence.config.run, evidence.ingestion
     locator = ingestion.source_locator if isinstance(ingestion.source_locator, str) else None
-    return TrainReceipt(
+    log = evidence.out / "train" / "metrics.jsonl"
+    logged = _whole_log(log)
+    receipt = TrainReceipt(
         adapter_name=settings.train.adapter,
-        status="success",
+        status="failed",
         kiln={"distribution": DISTRIBUTION, "package_version": version()},
         plugins=evidence.plugins.loaded(),
-        model=_model(trainer, evidence),
-        tokenizer={
-            "files": evidence.admit.details.get("tokenizer"),
-            "template": evidence.admit.details.get("template"),
-        },
-        adapters={"base": None, "output": _output(adapter, evidence.out)},
+        model=_model(evidence),
+        tokenizer=tokenizer_identity(evidence.config.model_dir(), evidence.admit.details),
+        adapters={"base": None, "output": None},
         training_data={"source": ingestion.source, "path": locator, "sha256": ingestion.kept_corpus_sha256},
-        hyperparameters=_hyperparameters(trainer),
+        hyperparameters=_hyperparameters(trainer, evidence),
         data=ReceiptData(
             examples_read=ingestion.rows_read,
             examples_filtered=ingestion.rows_rejected,
-            examples_trained=trainer.state.global_step,
+            examples_trained=steps,
             sft_ingestion=ingestion,
         ),
-        token_counts={"action_tokens": supervised * epochs, "context_tokens": (tokens - supervised) * epochs},
-        steps=trainer.state.global_step,
-        loss_log_sha256=loss_log_sha256(read_steps(metrics)),
-        held_out=held,
-        execution=_execution(trainer),
+        token_counts=_token_counts(evidence.rows, settings.project.seed, steps),
+        steps=steps,
+        loss_log_sha256=loss_log_sha256(logged) if logged else None,
+        held_out=None,
+        lora_delta_norms=[],
+        lora_grad_norms=grad_norms(trainer.state.lora_grad_norms) if trainer is not None else [],
+        execution=_execution(trainer) if trainer is not None else None,
         config=msgspec.to_builtins(settings),
         config_sha256=evidence.config.sha256(*TRAIN_SECTIONS),
         previous=manifest_reference(evidence.out, "admit"),
         inputs=[ref for ref in evidence.admit.outputs if ref.kind in ("corpus", "heldout")],
-        outputs=[_file(path, evidence.out, kind, plan.total_steps) for path, kind in zip(files, kinds, strict=True)],
+        outputs=[_file(log, evidence.out, "metrics", rows=steps)] if logged else [],
         checkpoints=[
             CheckpointRef(name=path.name, step=step, manifest_sha256=read_checkpoint_manifest(path)[1])
             for step, path in list_checkpoints(evidence.out / "train")
         ],
     )
+    receipt.execution_provenance = execution_provenance(receipt)
+    return receipt
 
 
-def _model(trainer: Trainer, evidence: Evidence) -> dict[str, Any]:
+def _whole_log(path: Path) -> list[Any] | None:
+    """The steps of the loss log, None where there is no log or a write that failed left half a line."""
+    try:
+        return read_steps(path) if path.exists() else None
+    except KilnError:
+        return None
+
+
+def _token_counts(rows: Sequence[TrainRow], seed: int, steps: int) -> dict[str, int]:
+    """Tokens that the committed steps trained on and passed over, a row as often as it was visited."""
+    action = context = 0
+    for row, times in zip(rows, times_trained(seed, steps, len(rows)), strict=True):
+        supervised = len(supervised_positions(row))
+        action += times * supervised
+        context += times * (len(row.input_ids) - supervised)
+    return {"action_tokens": action, "context_tokens": context}
+
+
+def _model(evidence: Evidence) -> dict[str, Any]:
+    model, base = evidence.config.run.model, base_model_sha256(evidence.shards)
     return {
         "base_weight_shards": {
             "schema": "kiln.base-weight-shards.v1",
-            "sha256": trainer.plan.base_model_sha256,
+            "sha256": base,
             "shards": [shard._asdict() for shard in evidence.shards],
             "total_bytes": sum(shard.size_bytes for shard in evidence.shards),
         },
-        "config_sha256": trainer.binding.auxiliary_state["model_config_sha256"],
-        "id": trainer.plan.base_model_id,
-        "path": evidence.config.run.model.path,
+        "config_sha256": "sha256:" + hash_file(evidence.config.model_dir() / "config.json")[0],
+        "id": model.id or base,
+        "path": model.path,
     }
 
 
@@ -109,22 +164,27 @@ def _output(adapter: Adapter, out: Path) -> dict[str, Any]:
     }
 
 
-def _hyperparameters(trainer: Trainer) -> dict[str, Any]:
-    config, binding = trainer.plan.config, trainer.binding
+def _hyperparameters(trainer: Trainer | None, evidence: Evidence) -> dict[str, Any]:
+    """What the config says, and what only a model on a machine tells: target layers, torch's own hyper-parameters."""
+    config = evidence.config.run.train
+    binding = trainer.binding if trainer is not None else None
     return {
         "alpha": config.lora_alpha,
         "alpha_over_rank": config.lora_alpha / config.lora_rank,
         "epochs": config.epochs,
-        "init": binding.rng_streams["lora-init"].algorithm,
+        "init": Domain.LORA_INIT.value,
         "learning_rate": config.rate,
         "loss": config.loss,
         "mode": "sft",
-        "optimizer": {"kind": binding.optimizer_kind, "effective": binding.optimizer_hyperparameters},
+        "optimizer": {
+            "kind": config.optimizer.kind,
+            "effective": binding.optimizer_hyperparameters if binding is not None else None,
+        },
         "profile": config.profile,
         "rank": config.lora_rank,
-        "seed": str(trainer.plan.seed),
-        "shuffle": binding.rng_streams["epoch-order"].algorithm,
-        "target_modules": binding.auxiliary_state["lora"]["target_modules"],
+        "seed": str(evidence.config.run.project.seed),
+        "shuffle": Domain.EPOCH_ORDER.value,
+        "target_modules": binding.auxiliary_state["lora"]["target_modules"] if binding is not None else None,
     }
 
 
@@ -139,8 +199,7 @@ def _execution(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _file(path: Path, out: Path, kind: str, steps: int) -> FileRef:
+def _file(path: Path, out: Path, kind: str, rows: int | None = None) -> FileRef:
     sha256, size = hash_file(path)
-    rows = steps if kind == "metrics" else None
     relative = Path(os.path.relpath(path, out)).as_posix()
     return FileRef(path=relative, base="run", kind=kind, sha256=sha256, bytes=size, rows=rows)
