@@ -15,6 +15,7 @@ from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, TrainReceipt
 from kiln_cli.terminal import table, terminal
 from kiln_cli.text import printable
 from kiln_stages import verify_receipt
+from kiln_stages.training.loss_curve import CURVE_NAME
 
 
 class Against(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str
     adapter_sha256: str
     base_model: str
+    loss_curve: str | None
     against: Against | None = None
 
 
@@ -76,6 +78,7 @@ def run(run_directory: Path, against: Path | None = None) -> Report:
         adapter=str(run_directory / receipt.adapters["output"]["path"]),
         adapter_sha256=receipt.adapters["output"]["content_sha256"],
         base_model=_model_path(run_directory, receipt),
+        loss_curve=str(curve) if (curve := run_directory / "train" / CURVE_NAME).exists() else None,
         against=_compare(receipt, against) if against is not None else None,
     )
 
@@ -91,7 +94,8 @@ def page(report: Report) -> str:
         ]
     if report.tokens_per_second is not None:
         rows.append(["tokens per second", f"{report.tokens_per_second:.0f}"])
-    lines = [table(rows, indent=""), f"receipt: {report.verdict}", f"adapter tensors: {report.adapter_sha256}"]
+    lines = [table(rows, indent=""), *([f"loss curve: {report.loss_curve}"] if report.loss_curve else [])]
+    lines += [f"receipt: {report.verdict}", f"adapter tensors: {report.adapter_sha256}"]
     if report.against is not None:
         lines.append(f"the same of {report.against.run}: {report.against.adapter_sha256}")
         lines.append("the two are equal, and so is every loss" if report.against.equal else "the two are DIFFERENT")

@@ -69,6 +69,7 @@ DAMAGES = [
     ("run/train/adapter/adapter_config.json", "adapter_config.json"),
     ("run/train/adapter/README.md", "README.md"),
     ("run/train/metrics.jsonl", "metrics.jsonl"),
+    ("run/train/loss.svg", "loss.svg"),
     ("run/config.resolved.toml", "config.resolved.toml"),
     ("run/data_manifest.json", "data_manifest.json"),
     ("run/admit_manifest.json", "admit_manifest.json"),

@@ -132,7 +132,7 @@ def test_a_card_that_says_something_else_fails_even_where_the_receipt_was_sealed
     path = run / "train" / "adapter" / "README.md"
     path.write_text(card_of(run).replace("| epochs | 3 |", "| epochs | 4 |"), encoding="utf-8")
     receipt = receipt_of(run)
-    receipt.outputs[-1] = card_reference(run, receipt)
+    receipt.outputs[3] = card_reference(run, receipt)
     receipt.seal()
     (run / "train_receipt.json").write_bytes(document(receipt))
     failing = [line for line in verify_receipt.run(run).claims if line.status == "fails"]
@@ -151,4 +151,4 @@ def test_a_card_of_another_format_is_held_by_its_digest_alone(run: Path) -> None
 def card_reference(run: Path, receipt: TrainReceipt) -> FileRef:
     """The receipt's reference to the card, with the digest of what lies there now."""
     sha256, size = hash_file(run / "train" / "adapter" / "README.md")
-    return msgspec.structs.replace(receipt.outputs[-1], sha256=sha256, bytes=size)
+    return msgspec.structs.replace(receipt.outputs[3], sha256=sha256, bytes=size)

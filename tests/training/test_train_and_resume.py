@@ -56,7 +56,7 @@ def made(tmp_path: Path) -> Made:
 def test_a_training_leaves_adapter_log_checkpoints_and_receipt(finished: Made) -> None:
     _, out = finished
     names = {path.name for path in (out / "train").iterdir()}
-    assert names == {"training.json", "metrics.jsonl", "adapter"} | {
+    assert names == {"training.json", "metrics.jsonl", "loss.svg", "adapter"} | {
         f"adapter-checkpoint-step-{step:08}.kiln-checkpoint" for step in (4, 8)
     }
     receipt = read_receipt(out / "train_receipt.json")
@@ -69,6 +69,7 @@ def test_a_training_leaves_adapter_log_checkpoints_and_receipt(finished: Made) -
         "train/adapter/adapter_model.safetensors",
         "train/metrics.jsonl",
         "train/adapter/README.md",
+        "train/loss.svg",
     ]
     lines = [json.loads(line) for line in (out / "train" / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))

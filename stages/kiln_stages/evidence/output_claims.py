@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -17,10 +17,11 @@ from kiln_cli.receipts import CheckpointRef, TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, check_file, claim, compare, differ, require
 from kiln_stages.evidence.model_card import FORMAT, adapter_card
-from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, CARD, LOSS_LOG, binding
+from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, CARD, LOSS_CURVE, LOSS_LOG, binding
 from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
 from kiln_stages.training.checkpoint_manifest import differences
 from kiln_stages.training.lora_norms import delta_norms
+from kiln_stages.training.loss_curve import CURVE_MARK, loss_curve
 from kiln_stages.training.metrics import Step, loss_log_sha256, read_steps
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, read_tensors
 
@@ -37,6 +38,8 @@ def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
         yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
     if CARD in [ref.path for ref in receipt.outputs]:  # a training that failed has none
         yield claim("the adapter's README.md is the card of this receipt", partial(_check_card, run, receipt))
+    if LOSS_CURVE in [ref.path for ref in receipt.outputs]:
+        yield claim("the loss curve is that of the loss log", partial(_check_loss_curve, run, receipt))
     if receipt.loss_log_sha256 is not None:
         yield claim("the loss log is the one of the receipt", partial(_check_loss_log, run, receipt))
     elif not (run / "train").exists():
@@ -94,13 +97,23 @@ def _check_adapter_config(run: Path, receipt: TrainReceipt) -> str:
 
 
 def _check_card(run: Path, receipt: TrainReceipt) -> str:
-    """Made again of receipt and loss log: a card cannot say anything else."""
     path = require(run / CARD)
+    return _compare_text(path, f"\n# {FORMAT}\n", lambda: adapter_card(receipt, read_steps(require(run / LOSS_LOG))))
+
+
+def _check_loss_curve(run: Path, receipt: TrainReceipt) -> str:
+    path, held = require(run / LOSS_CURVE), receipt.held_out
+    rows, after = receipt.data.sft_ingestion.rows_kept, None if held is None else (receipt.steps, held.loss_after)
+    return _compare_text(path, CURVE_MARK, lambda: loss_curve(require(run / LOSS_LOG).parent, rows, after) or b"")
+
+
+def _compare_text(path: Path, mark: str, make: Callable[[], bytes]) -> str:
+    """A text for people against the same made again of the evidence: it cannot say anything else. ``mark`` stands in
+    those that this version of kiln makes."""
     found = read_bounded(path, DOCUMENT_LIMIT)
-    if f"\n# {FORMAT}\n".encode() not in found:
-        raise Unavailable(f"{path.name} is no card of the format {FORMAT}, which this kiln makes")
-    expected = adapter_card(receipt, read_steps(require(run / LOSS_LOG)))
-    pairs = zip_longest(found.decode().split("\n"), expected.decode().split("\n"))
+    if mark.encode() not in found:
+        raise Unavailable(f"{path.name} is not of the form that this kiln makes ({mark.strip()})")
+    pairs = zip_longest(found.decode().split("\n"), make().decode().split("\n"))
     texts = (differ(f"line {number}", *pair) for number, pair in enumerate(pairs, start=1))
     return next(filter(None, texts), "")
 

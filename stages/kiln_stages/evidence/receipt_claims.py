@@ -38,11 +38,13 @@ ADAPTER_CONFIG = "train/adapter/adapter_config.json"
 ADAPTER_MODEL = "train/adapter/adapter_model.safetensors"
 LOSS_LOG = "train/metrics.jsonl"
 CARD = "train/adapter/README.md"
+LOSS_CURVE = "train/loss.svg"
 OUTPUTS = {
     ADAPTER_CONFIG: "adapter_config",
     ADAPTER_MODEL: "adapter_parameters",
     LOSS_LOG: "metrics",
     CARD: "model_card",
+    LOSS_CURVE: "loss_curve",
 }
 MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and the weight decay times it
 RFC3339 = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})\Z")
@@ -348,8 +350,8 @@ def _check_base_weights(receipt: TrainReceipt) -> str:
 
 
 def _check_outputs(receipt: TrainReceipt) -> str:
-    """The adapter's files and the loss log, no more and no less, and the same adapter under ``adapters``. A failed
-    training has no adapter, and a loss log where it came to a step."""
+    """The adapter's files, the loss log and its curve, no more and no less, and the same adapter under ``adapters``. A
+    failed training has no adapter, and a loss log where it came to a step."""
     if receipt.status == "failed":
         return _check_failed_outputs(receipt)
     if text := differ("outputs", [ref.path for ref in receipt.outputs], list(OUTPUTS)):
@@ -410,7 +412,7 @@ CHECKS: tuple[tuple[str, Callable[[TrainReceipt], str]], ...] = (
     ("adapter and model are named as in the config", _check_names),
     ("device, precision and threads are those of the config", _check_execution),
     ("kiln and the loss come from the receipt's plugins", _check_kiln),
-    ("outputs are the adapter's files and the loss log", _check_outputs),
+    ("outputs are the adapter's files, the loss log and its curve", _check_outputs),
     ("norms of gradients and adapter are of the trained modules", _check_norms),
     ("checkpoints are named by adapter and step", _check_checkpoints),
 )

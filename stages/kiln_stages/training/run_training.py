@@ -42,6 +42,7 @@ from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import StepRecord, TrainRow
+from kiln_stages.training.loss_curve import write_loss_curve
 from kiln_stages.training.metrics import read_steps
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
 from kiln_stages.training.train_receipt import Evidence, Failure, describe, describe_failure
@@ -248,7 +249,14 @@ def run_steps(trainer: Trainer, inputs: Inputs, progress: Progress) -> tuple[Out
             speed.add(record.tokens)
             task.advance(note=f"epoch {record.epoch + 1}  loss {record.loss:.4f}  {speed.a_second():,.0f} tokens/s")
 
-        outcome = train_adapter(trainer, inputs.directory, stop=stop, on_step=show, held_out=inputs.held_out)
+        try:
+            outcome = train_adapter(trainer, inputs.directory, stop=stop, on_step=show, held_out=inputs.held_out)
+        except KilnError as error:
+            if error.code == "KLN104":  # a loss that went wrong is worth a look
+                write_loss_curve(inputs.directory, len(inputs.rows))
+            raise
+    if outcome.stopped:
+        write_loss_curve(inputs.directory, len(inputs.rows))
     return outcome, stop.signal
 
 
@@ -263,9 +271,11 @@ def held_out_loss(trainer: Trainer, inputs: Inputs, progress: Progress, when: st
 def finish(
     trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome, progress: Progress
 ) -> TrainReceipt:
-    """Held-out loss after the last step, the adapter's files, its card, and the receipt, in this order."""
+    """Held-out loss after the last step, loss curve, the adapter's files, its card, and the receipt, in this order."""
     before = training.held_out_before
     after = held_out_loss(trainer, inputs, progress, "after")
+    last = None if after is None else (trainer.state.global_step, after.mean_per_token)
+    curve = write_loss_curve(inputs.directory, len(inputs.rows), last)
     adapter = trainer.write_adapter(inputs.directory / "adapter")
     held = None
     if before is not None and after is not None:
@@ -278,6 +288,8 @@ def finish(
     receipt = describe(trainer, inputs.evidence(), adapter, held)
     card = adapter_card(receipt, read_steps(inputs.directory / "metrics.jsonl"))
     receipt.outputs.append(reference(write_file(adapter.path / "README.md", card), inputs.out, "model_card"))
+    if curve is not None:
+        receipt.outputs.append(reference(curve, inputs.out, "loss_curve"))
     receipt.produced = {
         **_produced(trainer, inputs, started),
         "steps_in_last_process": len(outcome.state.loss_history) - outcome.first_step,
