@@ -230,6 +230,15 @@ def publish_directory(target: Path, fill: Callable[[Path], None]) -> None:
             raise
 
 
+def discard_directory(path: Path) -> None:
+    """Removes a published directory, its name first: a kill leaves it whole, or hidden and for the next sweep."""
+    doomed = path.parent / f".{path.name}{INCOMPLETE_MARK}{uuid.uuid4()}"
+    with writing(path):
+        FS.rename_directory(path, doomed)
+        FS.sync_directory(path.parent)
+        FS.remove_tree(doomed)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns a refusal of the disk into KLN402, with the reason and the space that is left."""

@@ -28,6 +28,9 @@ def command(
     prove: Annotated[
         int | None, typer.Option("--prove", metavar="K", min=1, help="Only train K steps again and compare.")
     ] = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Remove all checkpoints but the newest N.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Continue a training from an exact checkpoint; any difference is an error."""
@@ -38,7 +41,7 @@ def command(
             terminal.json_data(proven)
         terminal.say(proven.account())
         return
-    result = run(loaded, run_directory, load_plugins(), checkpoint=checkpoint, progress=terminal)
+    result = run(loaded, run_directory, load_plugins(), checkpoint=checkpoint, keep_last=keep_last, progress=terminal)
     if json and result.receipt is not None:
         terminal.json_data(result.receipt)
     if result.resumed_from is not None:
@@ -56,13 +59,14 @@ def run(
     plugins: Plugins,
     *,
     checkpoint: str = "latest",
+    keep_last: int | None = None,
     progress: Progress = SILENT,
 ) -> TrainResult:
     """Goes on from a checkpoint of ``out`` to the end and writes the receipt. A finished run is left as it is.
 
-    ``config`` is the run's own, ``out/config.resolved.toml``. Raises KilnError: KLN215 for a checkpoint that is not
-    there, cannot be loaded or has later ones beside it, KLN209 with every difference from what it is bound to, KLN207
-    where the loss log is not the checkpoint's; and as ``kiln train`` does.
+    ``config`` is the run's own, ``out/config.resolved.toml``; ``keep_last`` as with ``kiln train``. Raises KilnError:
+    KLN215 for a checkpoint that is not there, cannot be loaded or has later ones beside it, KLN209 with every
+    difference from what it is bound to, KLN207 where the loss log is not the checkpoint's; and as ``kiln train`` does.
     """
     started = time.monotonic()
     require_train_extra("kiln resume")
@@ -85,7 +89,7 @@ def run(
             trainer = attempt.trainer = Trainer(inputs.plan())
             trainer.restore(loaded)
             step = loaded.loop.global_step
-            outcome, signal = run_steps(trainer, inputs, progress)
+            outcome, signal = run_steps(trainer, inputs, progress, keep_last)
             if outcome.stopped:
                 attempt.cancelled(outcome, signal)
                 return TrainResult(

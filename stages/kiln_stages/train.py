@@ -26,13 +26,16 @@ def command(
     out: Annotated[Path, typer.Option("--out", help="The run directory, with what `kiln admit` wrote.")],
     fresh: Annotated[bool, typer.Option("--fresh", help="Move another training of the run aside.")] = False,
     assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Remove all checkpoints but the newest N.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train a LoRA adapter on the admitted rows, one conversation a step."""
     loaded = load_config(config, assignments or ())
     for text in loaded.run.train.warnings():
         terminal.warn(text)
-    result = run(loaded, out, load_plugins(), fresh=fresh, progress=terminal)
+    result = run(loaded, out, load_plugins(), fresh=fresh, keep_last=keep_last, progress=terminal)
     if json and result.receipt is not None:
         terminal.json_data(result.receipt)
     terminal.say(result.account(out))
@@ -43,12 +46,19 @@ def command(
 
 
 def run(
-    config: LoadedConfig, out: Path, plugins: Plugins, *, fresh: bool = False, progress: Progress = SILENT
+    config: LoadedConfig,
+    out: Path,
+    plugins: Plugins,
+    *,
+    fresh: bool = False,
+    keep_last: int | None = None,
+    progress: Progress = SILENT,
 ) -> TrainResult:
     """Writes ``train/`` and, last, ``train_receipt.json``. A finished training of the same inputs is left as it is.
 
     A training that fails, or is stopped, leaves a receipt with status "failed" and its reason, never over a successful
-    one. ``fresh`` moves another or an unfinished training to ``train.<digest8>``. Raises KilnError: KLN206/207 where
+    one. ``fresh`` moves another or an unfinished training to ``train.<digest8>``. ``keep_last``: after each new
+    checkpoint, remove those before the newest so many; None keeps all. Raises KilnError: KLN206/207 where
     admit's files are missing or changed, KLN208 where the run holds another training, KLN302/214 for the model, KLN104
     for a loss that is not finite or diverges, KLN401/402/403 for locks, disks and memory.
     """
@@ -79,7 +89,7 @@ def run(
             trainer = attempt.trainer = Trainer(inputs.plan())
             training = inputs.training(held_out_loss(trainer, inputs, progress, "before"))
             write_file(inputs.directory / TRAINING_NAME, document(training))
-            outcome, signal = run_steps(trainer, inputs, progress)
+            outcome, signal = run_steps(trainer, inputs, progress, keep_last)
             if outcome.stopped:
                 attempt.cancelled(outcome, signal)
                 return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)

@@ -18,7 +18,7 @@ import msgspec
 
 from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
-from kiln_cli.files import publish_directory, read_sealed, write_file
+from kiln_cli.files import discard_directory, publish_directory, read_sealed, write_file
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import document
 from kiln_cli.text import printable
@@ -109,6 +109,25 @@ def publish_checkpoint(
 
     publish_directory(target, fill)
     return target
+
+
+def retire_checkpoints(directory: Path, adapter: str, keep: int) -> list[int]:
+    """Removes the checkpoints of ``adapter`` but for the newest ``keep``, and returns their steps, ascending.
+
+    The newest one is loaded first, so that one that loads is always left. Raises KilnError KLN215 where it does not,
+    with nothing removed, KLN402 where the disk refuses.
+    """
+    found = [
+        (step, path)
+        for step, path in list_checkpoints(directory)
+        if path.name == checkpoint_name(adapter, step) and path.is_dir() and not path.is_symlink()
+    ]
+    older = found[:-keep]
+    if older:
+        load_checkpoint(found[-1][1])
+    for _, path in older:
+        discard_directory(path)
+    return [step for step, _ in older]
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

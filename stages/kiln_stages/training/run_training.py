@@ -49,6 +49,8 @@ from kiln_stages.training.train_receipt import Evidence, Failure, describe, desc
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
 from kiln_stages.training.training_file import TRAINING_NAME, TRAINING_SCHEMA, HeldOutLoss, Training
 
+REMOVALS_SHOWN = 8  # steps of removed checkpoints that a line names
+
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     """All that a training takes from a run directory, checked against the manifest that vouches for it."""
@@ -120,7 +122,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
             assert self.outcome is not None and self.checkpoint is not None, "a stopped run has both"
             return (
                 f"train: stopped after step {self.outcome.state.global_step}; what is left is in "
-                f"{printable(self.checkpoint)}"
+                f"{printable(self.checkpoint)}{self._removals()}"
             )
         rows: list[list[object]] = [
             ["steps", receipt.steps],
@@ -137,7 +139,17 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
             rows += [["held-out loss after", receipt.held_out.loss_after]]
         state = "unchanged" if self.unchanged else "written"
         where = f"{printable(out)}/{receipt.adapters['output']['path']}, {printable(out)}/{RECEIPT_NAME}"
-        return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{state}: {where}"
+        return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{state}: {where}{self._removals()}"
+
+    def _removals(self) -> str:
+        """A line on the checkpoints that --keep-last removed, if it did."""
+        steps = self.outcome.removed if self.outcome is not None else []
+        if not steps:
+            return ""
+        shown = ", ".join(map(str, steps[:REMOVALS_SHOWN]))
+        more = f" and {len(steps) - REMOVALS_SHOWN} more up to {steps[-1]}" if len(steps) > REMOVALS_SHOWN else ""
+        plural = "checkpoint" if len(steps) == 1 else "checkpoints"
+        return f"\nremoved by --keep-last: {len(steps)} older {plural}, of steps {shown}{more}"
 
 
 def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Progress) -> Inputs:
@@ -238,7 +250,9 @@ def move_aside(out: Path) -> Path | None:
     return out / target
 
 
-def run_steps(trainer: Trainer, inputs: Inputs, progress: Progress) -> tuple[Outcome, int | None]:
+def run_steps(
+    trainer: Trainer, inputs: Inputs, progress: Progress, keep_last: int | None
+) -> tuple[Outcome, int | None]:
     """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
     left = trainer.plan.total_steps - trainer.state.global_step
     discard_failed_receipt(inputs.out)
@@ -250,7 +264,9 @@ def run_steps(trainer: Trainer, inputs: Inputs, progress: Progress) -> tuple[Out
             task.advance(note=f"epoch {record.epoch + 1}  loss {record.loss:.4f}  {speed.a_second():,.0f} tokens/s")
 
         try:
-            outcome = train_adapter(trainer, inputs.directory, stop=stop, on_step=show, held_out=inputs.held_out)
+            outcome = train_adapter(
+                trainer, inputs.directory, stop=stop, on_step=show, held_out=inputs.held_out, keep_last=keep_last
+            )
         except KilnError as error:
             if error.code == "KLN104":  # a loss that went wrong is worth a look
                 write_loss_curve(inputs.directory, len(inputs.rows))

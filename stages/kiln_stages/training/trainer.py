@@ -21,7 +21,12 @@ from kiln_cli.files import hash_file, write_file
 from kiln_cli.identity import canonical_json
 from kiln_stages.training import determinism
 from kiln_stages.training.anomaly import watched
-from kiln_stages.training.checkpoint import Checkpoint, checkpoint_name, publish_checkpoint
+from kiln_stages.training.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    publish_checkpoint,
+    retire_checkpoints,
+)
 from kiln_stages.training.checkpoint_manifest import (
     SOURCE_KIND,
     Binding,
@@ -92,6 +97,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     phases: PhaseSeconds  # of the trainer that made the steps
     stopped: bool
     checkpoint: Path | None
+    removed: list[int] = []  # steps of the checkpoints that ``keep_last`` removed
 
 
 class Trainer:
@@ -241,12 +247,14 @@ def train_adapter(
     stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     held_out: Sequence[TrainRow] = (),
+    keep_last: int | None = None,
 ) -> Outcome:
     """Runs the steps that are left, logging each in ``directory/metrics.jsonl`` and publishing checkpoints there.
 
     Every ``heldout_interval`` steps, the last aside, the step's line has the loss on ``held_out`` as well.
     A checkpoint comes every ``checkpoint_interval`` steps, never for the last. ``stop`` is asked after each committed
-    step; where it says yes and steps remain, a checkpoint is published and the run ends. Raises KilnError KLN104 for a
+    step; where it says yes and steps remain, a checkpoint is published and the run ends. Once a checkpoint is there and
+    loads, those before the newest ``keep_last`` are removed; None removes nothing. Raises KilnError KLN104 for a
     loss or gradient that is not finite and for divergence, KLN402 for the disk, KLN403 for memory.
     """
     interval, total = trainer.plan.config.checkpoint_interval, trainer.plan.total_steps
@@ -255,6 +263,7 @@ def train_adapter(
     tokens = supervised = 0
     aside = 0.0
     published: Path | None = None
+    removed: list[int] = []
     with begin_log(directory / "metrics.jsonl", trainer.state.loss_history) as log:
         for record in _or_out_of_memory(trainer.steps()):
             line = record._asdict()
@@ -270,6 +279,8 @@ def train_adapter(
             if record.step < total and (stopping or (interval and record.step % interval == 0)):
                 log.sync()
                 published = trainer.publish_checkpoint(directory)
+                if keep_last is not None:
+                    removed += retire_checkpoints(directory, trainer.plan.config.adapter, keep_last)
             if stopping:
                 break
         log.sync()
@@ -282,6 +293,7 @@ def train_adapter(
         phases=trainer.phases,
         stopped=trainer.state.global_step < total,
         checkpoint=published,
+        removed=removed,
     )
 
 
