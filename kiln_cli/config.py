@@ -40,6 +40,7 @@ Fraction = Annotated[float, Meta(ge=0, lt=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Label = Annotated[str, Meta(pattern=r"^(tool|/.*)$")]
+NotBlank = Annotated[str, Meta(pattern=r"\S")]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
@@ -197,6 +198,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_interval: Count | None = None
     heldout_interval: Count | None = None
+    base_adapter: NotBlank | None = None
     detect_anomaly: bool = False
     grad_checkpoint_segments: Count | None = None
     allow_adapter_shape_conversion: bool = False

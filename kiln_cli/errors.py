@@ -174,6 +174,13 @@ CATALOGUE: dict[str, Entry] = {
         "An export makes a directory of its own; this one is not empty and is not the same export.",
         "Name another directory with --out, or move the old one away.",
     ),
+    "KLN217": Entry(
+        Exit.USER_INPUT,
+        "the base adapter does not fit",
+        "It is no plain LoRA, or its rank, alpha, target layers, tensor shapes or dtype are not those of the training. "
+        "Every difference is listed, and nothing is converted.",
+        "Set `[train] lora_rank`, `lora_alpha`, `target_modules` and `dtype` as the base adapter has them.",
+    ),
     "KLN301": Entry(
         Exit.ENVIRONMENT,
         "a package is missing",

@@ -137,7 +137,7 @@ REFUSED_KEYS = {
         ("resume_checkpoint", "resume_from_checkpoint"), "`kiln resume RUN --checkpoint NAME` goes on from a checkpoint"
     ),
     **dict.fromkeys(
-        ("adapter_smoke_test", "adapter_smoke_prompts", "base_adapter"),
+        ("adapter_smoke_test", "adapter_smoke_prompts"),
         "not built in this version",
     ),
 }

@@ -29,6 +29,7 @@ KEYS = {
     "config.allow_high_lora_scale": "train.allow_high_lora_scale",
     "config.optimizer": "train.optimizer",
     "config.checkpoint_interval": "train.checkpoint_interval",
+    "config.base_adapter": "train.base_adapter",
     "config.detect_anomaly": "train.detect_anomaly",
     "config.grad_checkpoint_segments": "train.grad_checkpoint_segments",
     "config.allow_adapter_shape_conversion": "train.allow_adapter_shape_conversion",

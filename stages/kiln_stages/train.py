@@ -109,6 +109,7 @@ def _require_room(inputs: Inputs) -> None:
         ("adapter", found.adapter, wanted.adapter),
         ("config", found.config_sha256, wanted.config_sha256),
         ("corpus", found.corpus_sha256, wanted.corpus_sha256),
+        ("base adapter", found.base_adapter_sha256, wanted.base_adapter_sha256),
     ):
         if old != new:
             raise KilnError(

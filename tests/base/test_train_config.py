@@ -64,6 +64,7 @@ SETTINGS = {
     ),
     "detect_anomaly": Setting(False, ["true", "false"], ["1", '"true"']),
     "grad_checkpoint_segments": Setting(None, ["1", "12"], ["0", "-1", "2.0", "true"]),
+    "base_adapter": Setting(None, ['"../runs/one/train/adapter"', '"x"'], ['""', '" "', '"\\t\\n"', "1", "true"]),
     "allow_adapter_shape_conversion": Setting(False, ["false"], ["true", "0", '"no"']),
     "auto_load": Setting(False, ["false"], ["true", "0"]),
     "train_mtp": Setting(None, ["false"], ["true", "0"]),

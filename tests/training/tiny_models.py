@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from kiln_plugins.cross_entropy import cross_entropy
 from kiln_stages.training import determinism
+from kiln_stages.training.base_adapter import BaseAdapter
 from kiln_stages.training.loop import TrainRow
 from kiln_stages.training.trainer import Plan
 
@@ -81,7 +82,12 @@ def make_rows(count: int, first: int = 1) -> list[TrainRow]:
 
 
 def make_plan(
-    model_dir: Path, rows: int = 4, seed: int = 42, loss: LossFunction = cross_entropy, **config: Any
+    model_dir: Path,
+    rows: int = 4,
+    seed: int = 42,
+    loss: LossFunction = cross_entropy,
+    base_adapter: BaseAdapter | None = None,
+    **config: Any,
 ) -> Plan:
     """A plan for a tiny model: rank 2, three epochs unless told otherwise. ``optimizer`` is a kind."""
     optimizer = OptimizerConfig(kind=config.pop("optimizer", "muon"))
@@ -95,5 +101,6 @@ def make_plan(
         rows=make_rows(rows),
         kept_corpus_sha256="sha256:" + "c" * 64,
         loss=loss,
+        base_adapter=base_adapter,
         identities={"kiln_train_version": "0.0"},
     )

@@ -18,6 +18,9 @@ from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, check_file, claim, compare, differ, require
 from kiln_stages.evidence.model_card import FORMAT, adapter_card
 from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, CARD, LOSS_CURVE, LOSS_LOG, binding
+from kiln_stages.training.base_adapter import CONFIG as BASE_CONFIG
+from kiln_stages.training.base_adapter import MODEL as BASE_MODEL
+from kiln_stages.training.base_adapter import read_base_adapter
 from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint, read_checkpoint_manifest
 from kiln_stages.training.checkpoint_manifest import differences
 from kiln_stages.training.lora_norms import delta_norms
@@ -36,6 +39,11 @@ def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
     if receipt.status == "success":
         yield claim("adapter tensors have their content digest and norms", partial(_check_adapter, run, receipt))
         yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
+        yield claim(
+            "the adapter was trained: it has tensors, and a LoRA-B that is not zero", partial(_check_trained, run)
+        )
+    if receipt.adapters["base"] is not None:
+        yield claim("the base adapter is the one begun with", partial(_check_base_adapter, run, receipt))
     if CARD in [ref.path for ref in receipt.outputs]:  # a training that failed has none
         yield claim("the adapter's README.md is the card of this receipt", partial(_check_card, run, receipt))
     if LOSS_CURVE in [ref.path for ref in receipt.outputs]:
@@ -82,6 +90,22 @@ def _check_norms(receipt: TrainReceipt, tensors: list[StoredTensor]) -> str:
             if not math.isclose(here, there, rel_tol=NORM_SLACK):
                 return f"{name} of {printable(said.module)} is {here}, the tensors give {there}"
     return ""
+
+
+def _check_trained(run: Path) -> str:
+    path = require(run / ADAPTER_MODEL)
+    tensors = read_tensors(read_bounded(path, ADAPTER_LIMIT), path.name)
+    if any(tensor.name.endswith(".lora_B.weight") and any(tensor.data) for tensor in tensors):
+        return ""
+    return "every LoRA-B is zero: it computes what the base model does" if tensors else "it holds no tensor"
+
+
+def _check_base_adapter(run: Path, receipt: TrainReceipt) -> str:
+    expected = receipt.adapters["base"]
+    directory = run / str(receipt.produced.get("base_dir", ".")) / str(expected["path"])
+    for name in (BASE_CONFIG, BASE_MODEL):
+        require(directory / name)
+    return compare("adapters.base", read_base_adapter(directory, expected["path"]).in_receipt(), expected)
 
 
 def _check_adapter_config(run: Path, receipt: TrainReceipt) -> str:
@@ -140,6 +164,7 @@ def _check_training(run: Path, receipt: TrainReceipt) -> str:
         held_before = held and [held.rows, held.supervised_tokens, before and before[2], held.loss_before]
     expected = {
         "adapter": receipt.adapter_name,
+        "base_adapter_sha256": receipt.adapters["base"] and receipt.adapters["base"]["content_sha256"],
         "config_sha256": receipt.config_sha256,
         "corpus_sha256": receipt.previous.content_sha256,
         "schema": "kiln.training.v1",

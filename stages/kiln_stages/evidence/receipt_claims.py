@@ -93,10 +93,11 @@ def binding(receipt: TrainReceipt) -> Binding:
         scheduler_state=scheduler_state(config.profile, config.rate),
         rng_streams={
             "epoch-order": RngStream(algorithm=parameters["shuffle"], seed=seed, position=0),
-            "lora-init": RngStream(algorithm=parameters["init"], seed=seed, position=0),
+            "lora-init": RngStream(algorithm=Domain.LORA_INIT.value, seed=seed, position=0),
         },
         auxiliary_state={
             "admit_content_sha256": receipt.previous.content_sha256,
+            "base_adapter_sha256": receipt.adapters["base"] and receipt.adapters["base"]["content_sha256"],
             "base_model_id": receipt.model["id"],
             "base_model_weights_sha256": receipt.model["base_weight_shards"]["sha256"],
             "execution": {key: value for key, value in execution.items() if key not in BESIDE_EXECUTION},
@@ -259,7 +260,7 @@ def _check_hyperparameters(receipt: TrainReceipt) -> str:
         "alpha": train.lora_alpha,
         "alpha_over_rank": train.lora_alpha / train.lora_rank,
         "epochs": train.epochs,
-        "init": Domain.LORA_INIT.value,
+        "init": Domain.LORA_INIT.value if train.base_adapter is None else "base_adapter",
         "learning_rate": train.rate,
         "loss": train.loss,
         "mode": "sft",
@@ -367,7 +368,7 @@ def _check_outputs(receipt: TrainReceipt) -> str:
     }
     faults = [
         compare("outputs", shape, {path: ["run", kind, None, steps.get(path)] for path, kind in OUTPUTS.items()}),
-        compare("adapters", receipt.adapters, {"base": None, "output": output}),
+        compare("adapters", receipt.adapters, {"base": _base_adapter(receipt), "output": output}),
     ]
     return "; ".join(filter(None, faults))
 
@@ -381,6 +382,16 @@ def _check_failed_outputs(receipt: TrainReceipt) -> str:
         differ("held_out", receipt.held_out, None),
     ]
     return "; ".join(filter(None, faults))
+
+
+def _base_adapter(receipt: TrainReceipt) -> dict[str, Any] | None:
+    """What ``adapters.base`` must be, as far as the receipt can tell: there exactly where the config names one."""
+    path = run_config(receipt).train.base_adapter
+    if path is None:
+        return None
+    found: dict[str, Any] = receipt.adapters["base"] or {}
+    digests = ("adapter_model_bytes", "adapter_model_sha256", "content_sha256")
+    return {"path": path, **{name: found.get(name) for name in digests}}
 
 
 def _check_checkpoints(receipt: TrainReceipt) -> str:

@@ -21,13 +21,15 @@ from kiln_stages.training.trainer import Outcome, Trainer
 # that is not built (211), of settings (203), of another process's lock (401).
 REFUSALS = ("KLN201", "KLN203", "KLN207", "KLN208", "KLN209", "KLN211", "KLN215", "KLN401")
 # Codes whose words must not decide: paths of files stand in them.
-BY_CODE = {"KLN301": "training_error", "KLN402": "training_error", "KLN403": "oom"}
+BY_CODE = {"KLN217": "shape_mismatch", "KLN301": "training_error", "KLN402": "training_error", "KLN403": "oom"}
 # The reason by words of the message, as the public server has it; the first that fits.
 BY_WORDS = (
     ("cancelled by user", "cancelled"),
     ("out of memory", "oom"),
     ("not finite", "nan_loss"),
     (" is nan", "nan_loss"),
+    (" made a nan in ", "nan_loss"),
+    (" made an inf in ", "nan_loss"),
     (" is inf", "nan_loss"),
     (" is -inf", "nan_loss"),
     ("shape", "shape_mismatch"),

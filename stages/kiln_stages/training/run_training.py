@@ -39,6 +39,7 @@ from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corp
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.evidence.model_card import adapter_card
 from kiln_stages.evidence.receipt_claims import receipt_claims
+from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import StepRecord, TrainRow
@@ -62,6 +63,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[TrainRow]
     held_out: list[TrainRow]
     shards: list[Shard]
+    base_adapter: BaseAdapter | None
     plugins: Plugins
     admission_seconds: float  # that admitting the rows again took: rendering, tokens and label masks
 
@@ -72,13 +74,23 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     def training(self, held_out_before: HeldOutLoss | None = None) -> Training:
         return Training(
             adapter=self.config.run.train.adapter,
+            base_adapter_sha256=self.base_adapter and self.base_adapter.content_sha256,
             config_sha256=self.config.sha256(*TRAIN_SECTIONS),
             corpus_sha256=self.admit.content_sha256,
             held_out_before=held_out_before,
         )
 
     def evidence(self) -> Evidence:
-        return Evidence(self.config, self.out, self.admit, self.ingestion, self.rows, self.shards, self.plugins)
+        return Evidence(
+            self.config,
+            self.out,
+            self.admit,
+            self.ingestion,
+            self.rows,
+            self.shards,
+            self.plugins,
+            self.base_adapter,
+        )
 
     def plan(self) -> Plan:
         """Raises KilnError KLN212 for a loss that no plugin has."""
@@ -92,6 +104,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
             base_model_sha256=base,
             rows=self.rows,
             kept_corpus_sha256=self.ingestion.kept_corpus_sha256,
+            base_adapter=self.base_adapter,
             loss=self.plugins.losses.get(settings.train.loss).load(),
             identities={
                 "admit_content_sha256": self.admit.content_sha256,
@@ -179,6 +192,7 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
         rows=rows,
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
+        base_adapter=_read_base(config),
         plugins=plugins,
         admission_seconds=admission_seconds,
     )
@@ -191,6 +205,8 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
         return None
     receipt = read_receipt(path)
     if receipt.status != "success" or not _is_of(receipt, inputs):
+        return None
+    if receipt.adapters["base"] != (inputs.base_adapter and inputs.base_adapter.in_receipt()):
         return None
     for ref in receipt.outputs:
         output = inputs.out / ref.path
@@ -367,6 +383,11 @@ def _read_rows(out: Path, admit: StageManifest, split: str) -> list[TrainRow]:
             hint="run `kiln admit` again",
         )
     return [_train_row(row) for row in rows]
+
+
+def _read_base(config: LoadedConfig) -> BaseAdapter | None:
+    path = config.run.train.base_adapter
+    return None if path is None else read_base_adapter(config.resolve(path), path)
 
 
 def _train_row(row: AdmittedRow) -> TrainRow:

@@ -25,6 +25,7 @@ from kiln_cli.receipts import (
     TrainReceipt,
 )
 from kiln_stages.admitting.model_files import tokenizer_identity
+from kiln_stages.training.base_adapter import BaseAdapter
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
 from kiln_stages.training.loop import TrainRow, supervised_positions
 from kiln_stages.training.lora_norms import delta_norms, grad_norms
@@ -45,6 +46,7 @@ class Evidence(NamedTuple):
     rows: list[TrainRow]
     shards: list[Shard]
     plugins: Plugins
+    base_adapter: BaseAdapter | None
 
 
 class Failure(NamedTuple):
@@ -91,7 +93,7 @@ def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainR
         plugins=evidence.plugins.loaded(),
         model=_model(evidence),
         tokenizer=tokenizer_identity(evidence.config.model_dir(), evidence.admit.details),
-        adapters={"base": None, "output": None},
+        adapters={"base": evidence.base_adapter and evidence.base_adapter.in_receipt(), "output": None},
         training_data={"source": ingestion.source, "path": locator, "sha256": ingestion.kept_corpus_sha256},
         hyperparameters=_hyperparameters(trainer, evidence),
         data=ReceiptData(
@@ -172,7 +174,7 @@ def _hyperparameters(trainer: Trainer | None, evidence: Evidence) -> dict[str, A
         "alpha": config.lora_alpha,
         "alpha_over_rank": config.lora_alpha / config.lora_rank,
         "epochs": config.epochs,
-        "init": Domain.LORA_INIT.value,
+        "init": Domain.LORA_INIT.value if evidence.base_adapter is None else "base_adapter",
         "learning_rate": config.rate,
         "loss": config.loss,
         "mode": "sft",

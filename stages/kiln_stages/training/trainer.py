@@ -21,6 +21,7 @@ from kiln_cli.files import hash_file, write_file
 from kiln_cli.identity import canonical_json
 from kiln_stages.training import determinism
 from kiln_stages.training.anomaly import watched
+from kiln_stages.training.base_adapter import BaseAdapter, require_fit
 from kiln_stages.training.checkpoint import (
     Checkpoint,
     checkpoint_name,
@@ -46,6 +47,7 @@ from kiln_stages.training.order import epoch_order, place
 from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors
 from kiln_stages.training.training_file import HeldOutLoss
+from kiln_stages.training.written_adapter import require_written
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -65,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[TrainRow]
     kept_corpus_sha256: str
     loss: LossFunction
+    base_adapter: BaseAdapter | None = None
     identities: dict[str, Any] = {}
 
     @property
@@ -103,7 +106,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer:
     """Model, optimizer and loop state of one training. Making one loads the model and puts LoRA on it.
 
-    Raises KilnError KLN302, KLN214 or KLN301 as :func:`load_language_model` does.
+    Raises KilnError KLN302, KLN214 or KLN301 as :func:`load_language_model` does, KLN217 for a base adapter that does
+    not fit.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -117,6 +121,10 @@ class Trainer:
             plan.model_dir, dtype=config.dtype, attention=self.attention, device=config.device
         )
         self.model.add_lora(config.lora_rank, config.lora_alpha, plan.seed, config.target_modules)
+        if plan.base_adapter is not None:
+            require_fit(plan.base_adapter, store(self.model.parameters), config.lora_rank, config.lora_alpha)
+            load_adapter(self.model.parameters, plan.base_adapter.tensors)
+        self._begun = {tensor.name: tensor for tensor in store(self.model.parameters) if ".lora_B." in tensor.name}
         segments = config.grad_checkpoint_segments
         self.layers_of_segments = self.model.split_layers(segments) if segments else None
         self.optimizer = build_optimizer(
@@ -179,12 +187,14 @@ class Trainer:
         return store(export_state(self.plan.config.optimizer.kind, self.optimizer, self.model.parameters))
 
     def write_adapter(self, directory: Path) -> Adapter:
-        """Writes the adapter in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+        """Writes the adapter in PEFT's layout, ``adapter_config.json`` and ``adapter_model.safetensors``, and reads it
+        back. Raises KilnError KLN402 where it reads otherwise, KLN104 where nothing was trained."""
         shape = self.model.shape
         assert shape is not None, "LoRA is put on when the trainer is made"
         tensors = self.adapter_tensors()
         contents = (adapter_config(shape, self.plan.base_model_id), encode_tensors(tensors))
         written = [write_file(directory / name, data) for name, data in zip(ADAPTER_FILES, contents, strict=True)]
+        require_written(directory, tensors, self._begun)
         return Adapter(
             path=directory,
             content_sha256=adapter_content_sha256(tensors),
@@ -226,6 +236,7 @@ class Trainer:
                 "lora-init": RngStream(algorithm="kiln-cli.lora-init.v1", seed=seed, position=0),
             },
             auxiliary_state={
+                "base_adapter_sha256": plan.base_adapter and plan.base_adapter.content_sha256,
                 "base_model_weights_sha256": plan.base_model_sha256,
                 "execution": determinism.execution_identity(
                     device=config.device, dtype=config.dtype, attention=self.attention
