@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from kiln_cli.text import printable
 from kiln_stages.training.packages import require_train_extra
 
 if TYPE_CHECKING:  # torch is imported when a training begins, not when `kiln --help` looks at this module
+    from kiln_stages.training.dry_run import DryRun
     from kiln_stages.training.run_training import Inputs, TrainResult
 
 
@@ -25,6 +27,7 @@ def command(
     config: Annotated[Path, typer.Argument(help="The run config (TOML or JSON).")],
     out: Annotated[Path, typer.Option("--out", help="The run directory, with what `kiln admit` wrote.")],
     fresh: Annotated[bool, typer.Option("--fresh", help="Move another training of the run aside.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Try 3 steps, tell time and memory, write nothing.")] = False,
     assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
     keep_last: Annotated[
         int | None, typer.Option("--keep-last", metavar="N", min=1, help="Remove all checkpoints but the newest N.")
@@ -35,6 +38,15 @@ def command(
     loaded = load_config(config, assignments or ())
     for text in loaded.run.train.warnings():
         terminal.warn(text)
+    if dry:
+        estimate = preview(loaded, out, load_plugins(), progress=terminal)
+        if json:
+            terminal.json_data(estimate)
+        else:
+            terminal.data(estimate.account())
+        settings = "".join(f" --set {shlex.quote(text)}" for text in assignments or ())
+        terminal.say(f"next: kiln train {shlex.quote(str(config))} --out {shlex.quote(str(out))}{settings}")
+        return
     result = run(loaded, out, load_plugins(), fresh=fresh, keep_last=keep_last, progress=terminal)
     if json and result.receipt is not None:
         terminal.json_data(result.receipt)
@@ -94,6 +106,17 @@ def run(
                 attempt.cancelled(outcome, signal)
                 return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
             return TrainResult(receipt=finish(trainer, inputs, training, started, outcome, progress), outcome=outcome)
+
+
+def preview(config: LoadedConfig, out: Path, plugins: Plugins, *, progress: Progress = SILENT) -> DryRun:
+    """What the training would come to. Writes nothing and takes no lock. Raises KilnError as :func:`run` does for
+    inputs, model, loss and memory."""
+    require_train_extra("kiln train --dry-run")
+    from kiln_stages.training.dry_run import dry_run
+    from kiln_stages.training.run_training import read_inputs
+
+    inputs = read_inputs(config, out, plugins, progress)
+    return dry_run(inputs.plan(), inputs.held_out)
 
 
 def _require_room(inputs: Inputs) -> None:

@@ -276,7 +276,7 @@ def train_adapter(
     published: Path | None = None
     removed: list[int] = []
     with begin_log(directory / "metrics.jsonl", trainer.state.loss_history) as log:
-        for record in _or_out_of_memory(trainer.steps()):
+        for record in or_out_of_memory(trainer.steps()):
             line = record._asdict()
             if record.step < total and held_out and every and record.step % every == 0:
                 began = time.monotonic()
@@ -320,7 +320,7 @@ def require_no_later(directory: Path, checkpoint: Checkpoint, later: list[tuple[
         )
 
 
-def _or_out_of_memory(steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
+def or_out_of_memory(steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
     """The same steps; an allocation that fails becomes KilnError KLN403, on the CPU as on an accelerator."""
     try:
         yield from steps
