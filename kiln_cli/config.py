@@ -199,6 +199,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     checkpoint_interval: Count | None = None
     heldout_interval: Count | None = None
     base_adapter: NotBlank | None = None
+    adapter_smoke_test: bool = False
+    adapter_smoke_prompts: Annotated[list[NotBlank], Meta(min_length=1)] | None = None
     detect_anomaly: bool = False
     grad_checkpoint_segments: Count | None = None
     allow_adapter_shape_conversion: bool = False
@@ -211,6 +213,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     DEFAULT_RATES: ClassVar[dict[str, float]] = {"muon": 1e-3, "adam_w": 1e-4, "sgd": 1e-4}
     ODD_RATE: ClassVar[float] = 50.0  # times the default, or the default divided by it: outside, a rate is warned of
     MUON_RANKS: ClassVar[dict[str, tuple[int, float]]] = {"cpu": (2, math.inf), "cuda": (2, 48)}
+    SMOKE_PROMPTS: ClassVar[tuple[str, ...]] = (
+        "The capital of France is",
+        "Two plus two is",
+        "Write a short greeting:",
+    )
     # Keys of the public server that have one value here: the other one would ask for what kiln never does.
     ONLY_FALSE: ClassVar[dict[str, str]] = {
         "allow_adapter_shape_conversion": "an adapter is never converted; a base adapter must fit as it is",
@@ -221,6 +228,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def rate(self) -> float:
         return self.DEFAULT_RATES[self.optimizer.kind] if self.learning_rate is None else self.learning_rate
+
+    @property
+    def smoke_prompts(self) -> list[str]:
+        """The prompts of the smoke test; none without it."""
+        return list(self.adapter_smoke_prompts or self.SMOKE_PROMPTS) if self.adapter_smoke_test else []
 
     def warnings(self) -> Iterable[str]:
         """What is allowed and unlikely to be meant."""
@@ -248,6 +260,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             yield CrossFault(
                 ("lora_rank", "optimizer", "device"),
                 f"lora_rank = {self.lora_rank} is out of bounds for optimizer kind 'muon' on {self.device} ({bounds})",
+            )
+        if self.adapter_smoke_prompts is not None and not self.adapter_smoke_test:
+            yield CrossFault(
+                ("adapter_smoke_prompts", "adapter_smoke_test"),
+                "adapter_smoke_prompts is for adapter_smoke_test = true, which is not set",
             )
         for name, reason in self.ONLY_FALSE.items():
             if getattr(self, name):

@@ -293,6 +293,7 @@ class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_grad_norms: list[LoraGradNorms]
     execution: dict[str, Any] | None
     execution_provenance: dict[str, Any] | None = None
+    adapter_smoke_test: dict[str, Any] | None = None
     config: dict[str, Any]
     config_sha256: str
     previous: ManifestRef

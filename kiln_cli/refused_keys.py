@@ -136,8 +136,4 @@ REFUSED_KEYS = {
     **dict.fromkeys(
         ("resume_checkpoint", "resume_from_checkpoint"), "`kiln resume RUN --checkpoint NAME` goes on from a checkpoint"
     ),
-    **dict.fromkeys(
-        ("adapter_smoke_test", "adapter_smoke_prompts"),
-        "not built in this version",
-    ),
 }

@@ -30,6 +30,8 @@ KEYS = {
     "config.optimizer": "train.optimizer",
     "config.checkpoint_interval": "train.checkpoint_interval",
     "config.base_adapter": "train.base_adapter",
+    "config.adapter_smoke_test": "train.adapter_smoke_test",
+    "config.adapter_smoke_prompts": "train.adapter_smoke_prompts",
     "config.detect_anomaly": "train.detect_anomaly",
     "config.grad_checkpoint_segments": "train.grad_checkpoint_segments",
     "config.allow_adapter_shape_conversion": "train.allow_adapter_shape_conversion",

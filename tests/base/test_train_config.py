@@ -65,6 +65,8 @@ SETTINGS = {
     "detect_anomaly": Setting(False, ["true", "false"], ["1", '"true"']),
     "grad_checkpoint_segments": Setting(None, ["1", "12"], ["0", "-1", "2.0", "true"]),
     "base_adapter": Setting(None, ['"../runs/one/train/adapter"', '"x"'], ['""', '" "', '"\\t\\n"', "1", "true"]),
+    "adapter_smoke_test": Setting(False, ["true", "false"], ["1", '"true"']),
+    "adapter_smoke_prompts": Setting(None, ['["a"]', '["a", "b b"]'], ["[]", '[""]', '["a", " "]', '"a"', "[1]"]),
     "allow_adapter_shape_conversion": Setting(False, ["false"], ["true", "0", '"no"']),
     "auto_load": Setting(False, ["false"], ["true", "0"]),
     "train_mtp": Setting(None, ["false"], ["true", "0"]),
@@ -80,6 +82,8 @@ OPTIMIZERS: dict[tuple[str, str], Setting] = {
     ("adam_w", "eps"): Setting(1e-8, ["1e-30", "1.0"], ["0.0", "-1e-8", "inf", "nan"]),
     ("adam_w", "weight_decay"): Setting(0.0, ["0.0", "0.1"], ["-0.1", "inf", "nan"]),
 }
+# What some settings need beside them: the default alpha would be too much for rank 2, and prompts are for the test.
+BESIDE = {"lora_rank": ["lora_alpha = 4.0"], "adapter_smoke_prompts": ["adapter_smoke_test = true"]}
 FIELDS = {"momentum", "nesterov", "ns_iters", "beta1", "beta2", "eps", "weight_decay"}
 
 
@@ -110,8 +114,7 @@ def refuse(load: Load) -> Callable[..., list[str]]:
 
 def lines_of(name: str, value: str) -> list[str]:
     setting = SETTINGS[name]
-    beside = ["lora_alpha = 4.0"] if name == "lora_rank" else []  # the default, 32, would be too much for rank 2
-    return [f"[{setting.table}]", f"{setting.key or name} = {value}", *beside]
+    return [f"[{setting.table}]", f"{setting.key or name} = {value}", *BESIDE.get(name, ())]
 
 
 def contract_names() -> list[str]:
@@ -220,6 +223,17 @@ def test_the_scale_of_an_adapter_is_capped_unless_allowed(load: Load, refuse: Ca
     assert allowed.lora_alpha / allowed.lora_rank == 200
     (fault,) = refuse("[train]", "lora_alpha = 1e300", "allow_high_lora_scale = true")
     assert "infinite as a 32-bit float" in fault
+
+
+def test_prompts_are_for_the_smoke_test(load: Load, refuse: Callable[..., list[str]]) -> None:
+    for other in ("", "adapter_smoke_test = false"):
+        (fault,) = refuse("[train]", 'adapter_smoke_prompts = ["a"]', other)
+        assert fault.startswith("train.adapter_smoke_prompts is for adapter_smoke_test = true")
+    assert load().run.train.smoke_prompts == []
+    built_in = load("[train]", "adapter_smoke_test = true").run.train.smoke_prompts
+    assert len(built_in) == 3 and all(prompt.strip() for prompt in built_in)
+    given = load("[train]", "adapter_smoke_test = true", 'adapter_smoke_prompts = ["a", "b"]').run.train.smoke_prompts
+    assert given == ["a", "b"]
 
 
 def test_seeds_are_decimal_text_in_json(tmp_path: Path) -> None:

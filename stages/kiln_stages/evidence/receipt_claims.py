@@ -394,6 +394,21 @@ def _base_adapter(receipt: TrainReceipt) -> dict[str, Any] | None:
     return {"path": path, **{name: found.get(name) for name in digests}}
 
 
+def _check_smoke_test(receipt: TrainReceipt) -> str:
+    """There exactly where the config asks for it, over its prompts."""
+    found, train = receipt.adapter_smoke_test, run_config(receipt).train
+    if receipt.status == "failed" or found is None:
+        asked = receipt.status == "success" and train.adapter_smoke_test
+        return differ("adapter_smoke_test", found, "a result") if asked else differ("adapter_smoke_test", found, None)
+    prompts = [entry["prompt"] for entry in found["prompts"]]
+    counts = {len(entry["new_token_ids"]) for entry in found["prompts"]}
+    faults = [
+        differ("prompts of adapter_smoke_test", prompts, train.smoke_prompts),
+        differ("new tokens of adapter_smoke_test", counts, {found["new_tokens"]}),
+    ]
+    return "; ".join(filter(None, faults))
+
+
 def _check_checkpoints(receipt: TrainReceipt) -> str:
     steps = [checkpoint.step for checkpoint in receipt.checkpoints]
     faults = [
@@ -425,5 +440,6 @@ CHECKS: tuple[tuple[str, Callable[[TrainReceipt], str]], ...] = (
     ("kiln and the loss come from the receipt's plugins", _check_kiln),
     ("outputs are the adapter's files, the loss log and its curve", _check_outputs),
     ("norms of gradients and adapter are of the trained modules", _check_norms),
+    ("the smoke test is the one that the config asks for", _check_smoke_test),
     ("checkpoints are named by adapter and step", _check_checkpoints),
 )

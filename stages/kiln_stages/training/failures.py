@@ -33,6 +33,7 @@ BY_WORDS = (
     (" is inf", "nan_loss"),
     (" is -inf", "nan_loss"),
     ("shape", "shape_mismatch"),
+    ("smoke test", "adapter_load_failed"),
     ("base adapter is missing", "base_adapter_missing"),
     ("base adapter", "adapter_load_failed"),
 )

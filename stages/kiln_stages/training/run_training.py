@@ -45,6 +45,7 @@ from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import StepRecord, TrainRow
 from kiln_stages.training.loss_curve import write_loss_curve
 from kiln_stages.training.metrics import read_steps
+from kiln_stages.training.smoke_test import smoke_test
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
 from kiln_stages.training.train_receipt import Evidence, Failure, describe, describe_failure
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
@@ -303,7 +304,7 @@ def held_out_loss(trainer: Trainer, inputs: Inputs, progress: Progress, when: st
 def finish(
     trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome, progress: Progress
 ) -> TrainReceipt:
-    """Held-out loss after the last step, loss curve, the adapter's files, its card, and the receipt, in this order."""
+    """Held-out loss after the last step, loss curve, the adapter's files, its smoke test and card, and the receipt."""
     before = training.held_out_before
     after = held_out_loss(trainer, inputs, progress, "after")
     last = None if after is None else (trainer.state.global_step, after.mean_per_token)
@@ -318,6 +319,8 @@ def finish(
             loss_after=after.mean_per_token,
         )
     receipt = describe(trainer, inputs.evidence(), adapter, held)
+    if prompts := inputs.config.run.train.smoke_prompts:
+        receipt.adapter_smoke_test = smoke_test(trainer.model, adapter.path, inputs.config.model_dir(), prompts)
     card = adapter_card(receipt, read_steps(inputs.directory / "metrics.jsonl"))
     receipt.outputs.append(reference(write_file(adapter.path / "README.md", card), inputs.out, "model_card"))
     if curve is not None:

@@ -20,18 +20,14 @@ def require_written(directory: Path, trained: Iterable[StoredTensor], begun: Map
     was, is an error too: it loads without complaint and does nothing new. Raises KilnError KLN402 for a file that reads
     back otherwise, KLN104 for an adapter that was not trained.
     """
-    expected = {tensor.name: tensor for tensor in trained}
-    found = {tensor.name: tensor for tensor in read_tensors(read_bounded(directory / MODEL, MODEL_LIMIT), MODEL)}
-    for name in sorted(found.keys() | expected.keys()):
-        there, here = (_identity(side.get(name)) for side in (found, expected))
-        if there != here:
-            raise KilnError(
-                "KLN402",
-                f"{printable(directory / MODEL)} reads back otherwise than it was written: {printable(name)} is "
-                f"{there}, in memory {here}",
-                hint="check the disk, then run the same command again",
-            )
-    moved = [name for name in expected if name.endswith(".lora_B.weight") and expected[name] != begun.get(name)]
+    expected = list(trained)
+    if different := first_difference(read_tensors(read_bounded(directory / MODEL, MODEL_LIMIT), MODEL), expected):
+        raise KilnError(
+            "KLN402",
+            f"{printable(directory / MODEL)} reads back otherwise than it was written: {different}",
+            hint="check the disk, then run the same command again",
+        )
+    moved = [one for one in expected if one.name.endswith(".lora_B.weight") and one != begun.get(one.name)]
     if not moved:
         what = "holds no tensor" if not expected else "has every LoRA-B as it was before the first step"
         raise KilnError(
@@ -39,6 +35,15 @@ def require_written(directory: Path, trained: Iterable[StoredTensor], begun: Map
             f"the adapter {what}: nothing was trained",
             hint="raise `[train] learning_rate`, or look at the loss and its gradients",
         )
+
+
+def first_difference(found: Iterable[StoredTensor], trained: Iterable[StoredTensor]) -> str:
+    """The first tensor, by name, that is not what was trained, with both sides; "" where all are."""
+    there, here = ({tensor.name: tensor for tensor in side} for side in (found, trained))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            return f"{printable(name)} is {_identity(there.get(name))}, in memory {_identity(here.get(name))}"
+    return ""
 
 
 def _identity(tensor: StoredTensor | None) -> str:
