@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus, write_corpus
+from kiln_stages.evidence.model_card import adapter_card
+from kiln_stages.evidence.receipt_claims import CARD, LOSS_LOG
 from kiln_stages.training.checkpoint import list_checkpoints
+from kiln_stages.training.metrics import read_steps
 
 from kiln_cli.files import hash_file
 from kiln_cli.manifests import MANIFEST_NAMES, content_sha256, document
@@ -61,6 +64,8 @@ def _rebuild_receipt(run: Path, admit_content: str) -> None:
     receipt.checkpoints = [
         msgspec.structs.replace(each, manifest_sha256=digests[each.name]) for each in receipt.checkpoints
     ]
+    (run / CARD).write_bytes(adapter_card(receipt, read_steps(run / LOSS_LOG)))
+    receipt.outputs = [_fresh(run, ref) for ref in receipt.outputs]
     receipt.seal()
     (run / "train_receipt.json").write_bytes(document(receipt))
 

@@ -8,6 +8,7 @@ called *consistent*: nobody changed one part without the others. It does not say
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +20,15 @@ from kiln_cli.config import TRAIN_SECTIONS, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file, open_input
 from kiln_cli.identity import Domain, domain_json_sha256
-from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_document, read_receipt, require_unchanged
+from kiln_cli.manifests import (
+    MANIFEST_NAMES,
+    RECEIPT_NAME,
+    locate,
+    manifest_path,
+    read_document,
+    read_manifest,
+    read_receipt,
+)
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, StageManifest, TrainReceipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
@@ -30,6 +39,7 @@ from kiln_stages.evidence.claims import (
     Claim,
     Status,
     Unavailable,
+    check_file,
     claim,
     compare,
     data_claims,
@@ -38,11 +48,12 @@ from kiln_stages.evidence.claims import (
     manifest_claims,
     require,
 )
+from kiln_stages.evidence.digests import Digest, Digests
 from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
 from kiln_stages.training.order import times_trained
-from kiln_stages.training.tensors import base_model_sha256, weight_shards
+from kiln_stages.training.tensors import base_model_sha256, weight_files, weight_shards
 
 SHOWN = 5  # claims that the closing error names
 
@@ -111,19 +122,22 @@ def run(target: Path, *, deep: bool = False) -> Verdict:
     except KilnError as error:
         return Verdict([Claim("the receipt is a kiln train receipt in canonical form", "fails", error.message)])
     failed = f"{receipt.failure_reason}: {receipt.failure_message}" if receipt.status == "failed" else None
-    return Verdict(list(_Verification(path.parent, receipt, deep).claims()), failed)
+    with Digests() as digests:
+        return Verdict(list(_Verification(path.parent, receipt, deep, digests).claims()), failed)
 
 
 class _Verification:
     """The receipt, the run directory it lies in, and the claims about both: first the receipt alone, then the files
     of the stages before, back to the raw rows, then what the training read and left."""
 
-    def __init__(self, directory: Path, receipt: TrainReceipt, deep: bool) -> None:
+    def __init__(self, directory: Path, receipt: TrainReceipt, deep: bool, digests: Digests) -> None:
         self.run = directory
         self.receipt = receipt
         self.deep = deep
+        self.digests = digests
 
     def claims(self) -> Iterator[Claim]:
+        self._read_ahead()
         yield Claim("the receipt is a kiln train receipt in canonical form", "holds")
         yield from receipt_claims(self.receipt)
         admit = yield from manifest_claims(self.run, "admit", self.receipt.previous)
@@ -131,14 +145,28 @@ class _Verification:
         if admit is not None:
             yield from self._admit_claims(admit)
             if admit.previous is not None:
-                prepare = yield from data_claims(self.run, admit.previous)
+                prepare = yield from data_claims(self.run, admit.previous, self.digests)
                 if prepare is not None:
                     yield from self._stage_claims(prepare)
         yield from self._deep_claims(admit, prepare)
         yield claim("train settings are those of config.resolved.toml", self._check_run_config)
         yield claim("base model weights are the ones trained on", self._check_base_model)
         yield claim("the model's config.json is the one trained on", self._check_model_config)
-        yield from output_claims(self.run, self.receipt)
+        yield from output_claims(self.run, self.receipt, self.digests)
+
+    def _read_ahead(self) -> None:
+        """Begins to hash what the claims will ask for, the largest first, as far as receipt and manifests name it."""
+        paths = [self.run / ref.path for ref in self.receipt.outputs]
+        for stage in MANIFEST_NAMES:
+            try:
+                manifest = read_manifest(self.run, stage)
+            except KilnError:
+                continue  # a claim will say what is wrong with it
+            paths += [locate(ref, self.run, manifest) for ref in [*manifest.outputs, *manifest.inputs]]
+        with suppress(Unavailable):
+            paths += weight_files(self._model_dir())
+        sizes = {path: path.stat().st_size for path in paths if path.is_file()}
+        self.digests.ahead(sorted(sizes, key=lambda path: sizes[path], reverse=True))
 
     def _deep_claims(self, admit: StageManifest | None, prepare: StageManifest | None) -> Iterator[Claim]:
         """What digests cannot say: it takes the stages to be run again, or is named as not checked."""
@@ -162,7 +190,7 @@ class _Verification:
 
     def _admit_claims(self, admit: StageManifest) -> Iterator[Claim]:
         yield from self._stage_claims(admit)
-        yield from file_claims(self.run, admit)
+        yield from file_claims(self.run, admit, self.digests)
         yield claim("inputs are the admitted rows", lambda: self._check_inputs(admit))
         yield claim("admit/sft_ingestion.json is the receipt's ingestion", self._check_ingestion_file)
         yield claim("the corpus holds the rows and tokens of the receipt", lambda: self._check_corpus(admit))
@@ -194,7 +222,7 @@ class _Verification:
         return differ("its identity", found.identity(), self.receipt.data.sft_ingestion.identity())
 
     def _check_corpus(self, admit: StageManifest) -> str:
-        receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"))
+        receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"), self.digests)
         if found.hashes != (hashes := receipt.data.sft_ingestion.kept_row_hashes):
             return f"{len(found.hashes)} rows in the corpus, {len(hashes)} kept hashes in the receipt, and they differ"
         times = times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(found.hashes))
@@ -206,7 +234,7 @@ class _Verification:
         held = self.receipt.held_out
         if "heldout" not in [ref.kind for ref in admit.outputs]:
             return differ("held_out", held, None)
-        found = _read_rows(self.run, admit.output("admit/heldout.parquet"))
+        found = _read_rows(self.run, admit.output("admit/heldout.parquet"), self.digests)
         said = None if held is None else {"rows": held.rows, "supervised_tokens": held.supervised_tokens}
         return compare("held_out", said, {"rows": len(found.hashes), "supervised_tokens": sum(found.supervised)})
 
@@ -251,7 +279,7 @@ class _Verification:
         shards: dict[str, Any] = self.receipt.model.get("base_weight_shards", {})
         directory = self._model_dir()
         try:
-            found = base_model_sha256(weight_shards(directory))
+            found = base_model_sha256(weight_shards(directory, self.digests))
         except KilnError as error:
             raise Unavailable(error.message) from None
         return differ("sha256", found, shards.get("sha256"))
@@ -276,12 +304,13 @@ class _Rows(NamedTuple):
     supervised: list[int]  # of each row: no token comes before the first one, so that one is never predicted
 
 
-def _read_rows(run: Path, ref: FileRef) -> _Rows:
+def _read_rows(run: Path, ref: FileRef, digest: Digest) -> _Rows:
     """Raises Unavailable, and KilnError KLN207 for another file, KLN206 for one that is no admitted corpus."""
     import polars as pl
 
     path = require(run / ref.path)
-    require_unchanged(ref, path, "admit_manifest.json")  # first: polars aborts on some damage, in a noisy way
+    if text := check_file(ref, path, digest):  # first: polars aborts on some damage, in a noisy way
+        raise KilnError("KLN207", f"{path.name}: {text}")
     # As :func:`kiln_stages.training.loop.supervised_positions` counts them.
     labelled = pl.col("labels").list.slice(1).list.eval(pl.element() != CONTEXT_LABEL).list.sum()
     with open_input(path) as stream:

@@ -18,6 +18,7 @@ from kiln_cli.files import hash_file
 from kiln_cli.manifests import content_sha256, locate, manifest_path, read_document
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, MANIFEST_SCHEMA, DropSummary, FileRef, ManifestRef, StageManifest
 from kiln_cli.text import printable
+from kiln_stages.evidence.digests import Digest
 from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
 
 # "not checkable here": a file is missing. "not checked": it was not asked for (verify-receipt without --deep).
@@ -80,8 +81,8 @@ def require(path: Path) -> Path:
     return path
 
 
-def check_file(ref: FileRef, path: Path) -> str:
-    sha256, size = hash_file(require(path))
+def check_file(ref: FileRef, path: Path, digest: Digest = hash_file) -> str:
+    sha256, size = digest(require(path))
     if (sha256, size) == (ref.sha256, ref.bytes):
         return ""
     return f"sha256 is {sha256} ({size} bytes), expected {ref.sha256} ({ref.bytes} bytes)"
@@ -113,20 +114,22 @@ def manifest_claims(run: Path, stage: str, ref: ManifestRef | None) -> Generator
     return manifest
 
 
-def file_claims(run: Path, manifest: StageManifest) -> Iterator[Claim]:
+def file_claims(run: Path, manifest: StageManifest, digest: Digest = hash_file) -> Iterator[Claim]:
     """Outputs of a stage, and its inputs, by digest; then the settings it ran under."""
     for ref in [*manifest.outputs, *manifest.inputs]:
         path = locate(ref, run, manifest)
         where = "" if ref.base == "run" else " (input)"
-        yield claim(f"{printable(ref.path)}{where} has its digest", partial(check_file, ref, path))
+        yield claim(f"{printable(ref.path)}{where} has its digest", partial(check_file, ref, path, digest))
     yield claim(f"{manifest.stage} settings are those of config.resolved.toml", lambda: _check_config(run, manifest))
 
 
-def data_claims(run: Path, ref: ManifestRef | None) -> Generator[Claim, None, StageManifest | None]:
+def data_claims(
+    run: Path, ref: ManifestRef | None, digest: Digest = hash_file
+) -> Generator[Claim, None, StageManifest | None]:
     """The whole of prepare's evidence: manifest, files, and the account of the rows. As a value: the manifest."""
     manifest = yield from manifest_claims(run, "prepare", ref)
     if manifest is not None:
-        yield from file_claims(run, manifest)
+        yield from file_claims(run, manifest, digest)
         yield claim("rows read = kept + dropped + unused", lambda: _check_account(run))
     return manifest
 

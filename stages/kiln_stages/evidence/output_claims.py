@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +17,7 @@ from kiln_cli.files import hash_file, read_bounded
 from kiln_cli.receipts import CheckpointRef, TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, check_file, claim, compare, differ, require
+from kiln_stages.evidence.digests import Digest
 from kiln_stages.evidence.model_card import FORMAT, adapter_card
 from kiln_stages.evidence.receipt_claims import ADAPTER_CONFIG, ADAPTER_MODEL, CARD, LOSS_CURVE, LOSS_LOG, binding
 from kiln_stages.training.base_adapter import CONFIG as BASE_CONFIG
@@ -27,15 +29,17 @@ from kiln_stages.training.lora_norms import delta_norms
 from kiln_stages.training.loss_curve import CURVE_MARK, loss_curve
 from kiln_stages.training.metrics import Step, loss_log_sha256, read_steps
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, read_tensors
+from kiln_stages.workers import available
 
+CHECKPOINTS_AT_ONCE = 4  # each is held in memory while it is checked
 ADAPTER_LIMIT = 1 << 40
 NORM_SLACK = 1e-9  # relative
 DOCUMENT_LIMIT = 1 << 24
 
 
-def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
+def output_claims(run: Path, receipt: TrainReceipt, digest: Digest = hash_file) -> Iterator[Claim]:
     for ref in receipt.outputs:
-        yield claim(f"{printable(ref.path)} has its digest", partial(check_file, ref, run / ref.path))
+        yield claim(f"{printable(ref.path)} has its digest", partial(check_file, ref, run / ref.path, digest))
     if receipt.status == "success":
         yield claim("adapter tensors have their content digest and norms", partial(_check_adapter, run, receipt))
         yield claim("adapter_config.json says what the receipt says", partial(_check_adapter_config, run, receipt))
@@ -54,8 +58,9 @@ def output_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
         return  # it failed before anything was written
     yield claim("train/training.json began this training", partial(_check_training, run, receipt))
     yield claim("no other checkpoint lies in train/", partial(_check_no_others, run, receipt))
-    for checkpoint in receipt.checkpoints:
-        yield from _checkpoint_claims(run, receipt, checkpoint)
+    with ThreadPoolExecutor(min(available(), CHECKPOINTS_AT_ONCE)) as pool:
+        for claims in pool.map(lambda each: list(_checkpoint_claims(run, receipt, each)), receipt.checkpoints):
+            yield from claims
 
 
 def _checkpoint_claims(run: Path, receipt: TrainReceipt, checkpoint: CheckpointRef) -> Iterator[Claim]:

@@ -7,7 +7,7 @@ tensors in another way. The base model's identity is over its weight shards, wha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -86,9 +86,17 @@ def adapter_content_sha256(tensors: Iterable[StoredTensor]) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def weight_shards(model: Path) -> list[Shard]:
-    """The ``.safetensors`` files of a model directory by name, hashed. Raises KilnError KLN302 where there are none."""
-    paths = sorted(path for path in model.glob("*.safetensors"))
+def weight_files(model: Path) -> list[Path]:
+    """The ``.safetensors`` files of a model directory, by name."""
+    return sorted(model.glob("*.safetensors"))
+
+
+def weight_shards(model: Path, digest: Callable[[Path], tuple[str, int]] = hash_file) -> list[Shard]:
+    """The ``.safetensors`` files of a model directory by name, hashed by ``digest`` (hex, bytes).
+
+    Raises KilnError KLN302 where there are none.
+    """
+    paths = weight_files(model)
     if not 1 <= len(paths) <= MAX_SHARDS:
         raise KilnError(
             "KLN302",
@@ -97,8 +105,8 @@ def weight_shards(model: Path) -> list[Shard]:
         )
     shards = []
     for path in paths:
-        digest, size = hash_file(path)
-        shards.append(Shard(path.name, size, "sha256:" + digest))
+        sha256, size = digest(path)
+        shards.append(Shard(path.name, size, "sha256:" + sha256))
     return shards
 
 
