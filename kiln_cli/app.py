@@ -50,7 +50,7 @@ SUMMARIES = {
     "report": "Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter.",
     "inspect": "Show a row as it is trained on: its text, which of it is trained, and its token ids.",
     "why": "Tell where a row went and why, from the raw file through every stage.",
-    "export": "Write the admitted rows as a data set directory, with a card made of the receipts.",
+    "export": "Write the admitted rows as a data set, or the trained model, with a card made of the receipts.",
     "plugins": "List what the loaded plugins provide: sources, templates, losses and drop reasons.",
     "explain": "Explain an error code: its cause and the remedy.",
 }

@@ -171,8 +171,8 @@ CATALOGUE: dict[str, Entry] = {
     "KLN216": Entry(
         Exit.USER_INPUT,
         "the directory holds other files",
-        "An export makes a directory of its own; this one is not empty and is not the same export.",
-        "Name another directory with --out, or move the old one away.",
+        "An export makes a directory of its own; this one holds something else, or is there already (`--merged`).",
+        "Name another directory, or move the old one away.",
     ),
     "KLN217": Entry(
         Exit.USER_INPUT,

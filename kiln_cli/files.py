@@ -239,6 +239,18 @@ def discard_directory(path: Path) -> None:
         FS.remove_tree(doomed)
 
 
+def flush_files(directory: Path) -> None:
+    """Files that a library wrote into a directory that is about to be published: onto the disk, and readable by all."""
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with writing(path):
+            FS.chmod(path, 0o644)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                FS.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns a refusal of the disk into KLN402, with the reason and the space that is left."""

@@ -1,30 +1,39 @@
-"""``kiln export``: the admitted rows as a directory that others open, with a card made of the evidence.
+"""``kiln export``: what a run came to as a directory that others open, with a card made of the evidence.
 
-Layout ``hf`` is a data set directory of Hugging Face: ``datasets.load_dataset(DIR)`` finds the splits by the card.
+``--layout`` exports the admitted rows, ``--merged`` the base model with the adapter in its weights. Layout ``hf`` is a
+data set directory of Hugging Face: ``datasets.load_dataset(DIR)`` finds the splits by the card.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from kiln_cli.errors import KilnError, not_built
+from kiln_cli.config import load_config
+from kiln_cli.errors import KilnError
 from kiln_cli.files import FS, AtomicFile, hash_file, open_input, publish_directory, read_bounded, write_file, writing
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import (
     DOCUMENT_LIMIT,
     MANIFEST_NAMES,
+    RECEIPT_NAME,
     read_ingestion,
     read_manifest,
+    read_successful_receipt,
     require_unchanged,
 )
+from kiln_cli.plugins import load_plugins
 from kiln_cli.receipts import FileRef, StageManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.evidence.dataset_card import Split, dataset_card, shown_locator
+from kiln_stages.training.packages import require_train_extra
+
+if TYPE_CHECKING:  # torch is imported when a model is merged
+    from kiln_stages.training.merging import Merged
 
 LAYOUTS = ("hf",)
 # Splits as admit names them and as trainers do; the receipt that tells of each.
@@ -62,14 +71,25 @@ class _Content(msgspec.Struct, frozen=True):
 
 def command(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run with admitted rows.")],
-    layout: Annotated[str, typer.Option("--layout", help="hf: a data set directory of Hugging Face.")],
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="The rows; hf: a data set directory of Hugging Face.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The directory to make, if not RUN/export-hf.")] = None,
-    merged: Annotated[bool, typer.Option("--merged", help="The model with the adapter in it; not built.")] = False,
+    merged: Annotated[
+        Path | None, typer.Option("--merged", metavar="DIR", help="The trained model, in a directory to make.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Write the admitted rows as a data set directory, with a card made of the receipts."""
-    if merged:
-        raise not_built("export --merged", "`kiln report` shows how to load the adapter with PEFT")
+    """Write the admitted rows as a data set, or the trained model, with a card made of the receipts."""
+    if (layout is None) == (merged is None) or (merged is not None and out is not None):
+        raise KilnError("KLN201", "give --layout, or --merged DIR alone", hint="kiln export RUN --layout hf")
+    if merged is not None:
+        result = run_merged(run_directory, merged)
+        if json:
+            terminal.json_data(result)
+        terminal.say(result.account())
+        return
+    assert layout is not None, "one of the two is given"
     exported = run(run_directory, layout, out)
     if json:
         terminal.json_data(exported)
@@ -105,6 +125,20 @@ def run(run_directory: Path, layout: str = "hf", out: Path | None = None) -> Exp
             if split.receipt.source_locator and shown_locator(split.receipt) != split.receipt.source_locator
         ],
     )
+
+
+def run_merged(run_directory: Path, target: Path) -> Merged:
+    """Makes the directory of the merged model, whole or not at all.
+
+    Raises KilnError: KLN216 where ``target`` exists, KLN206/207 where the run has no adapter or its files are not the
+    receipt's, KLN103 where the merged model's logits are not the adapter's, KLN301/302 for packages and the model.
+    """
+    require_train_extra("kiln export --merged")
+    receipt = read_successful_receipt(run_directory / RECEIPT_NAME)
+    config = load_config(run_directory / "config.resolved.toml")
+    from kiln_stages.training.merging import export_merged
+
+    return export_merged(run_directory, config, receipt, load_plugins(), target)
 
 
 def account(exported: Exported) -> str:

@@ -5,19 +5,19 @@ The adapter is loaded as any user would load it, through peft; decoding is greed
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from kiln_cli.config import load_config
+from kiln_cli.config import LoadedConfig, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_successful_receipt
 from kiln_cli.plugins import load_plugins
+from kiln_cli.receipts import TrainReceipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import prepared_rows
@@ -61,10 +61,11 @@ def run(
     run_directory: Path, *, row: int | None, prompt: str | None, split: str = "test", max_new_tokens: int = 96
 ) -> Generation:
     """Greedy answers of both models. Raises KilnError KLN201 for a call that names no prompt, KLN206 for a missing row
-    or adapter, KLN302 for a missing model."""
+    or adapter, KLN207 for an adapter or base model that is not the receipt's, KLN302 for a missing model."""
     if (row is None) == (prompt is None):
         raise KilnError("KLN201", "give one of --row and --prompt", hint="kiln generate RUN --row 1")
-    read_successful_receipt(run_directory / RECEIPT_NAME)
+    require_train_extra("kiln generate")
+    receipt = read_successful_receipt(run_directory / RECEIPT_NAME)
     config = load_config(run_directory / "config.resolved.toml")
     files = load_model_files(config.model_dir())
     choice = choose_template(config.run.admit.template, files, load_plugins().templates, config.base_dir)
@@ -75,8 +76,7 @@ def run(
     if row is not None:
         messages, tools, expected = _row(run_directory, split, row)
     text = template.render(messages, tools, add_generation_prompt=True)
-    adapter = run_directory / "train" / "adapter"
-    base, adapted = _answers(config.model_dir(), adapter, text, max_new_tokens)
+    base, adapted = _answers(run_directory, config, receipt, text, max_new_tokens)
     return Generation(prompt=str(messages[-1]["content"]), expected=expected, base=base, adapter=adapted)
 
 
@@ -92,24 +92,18 @@ def _row(run_directory: Path, split: str, number: int) -> tuple[list[dict[str, A
     raise KilnError("KLN206", f"{printable(path)} has no row {number}", hint="rows count from 1")
 
 
-def _answers(model_dir: Path, adapter: Path, text: str, max_new_tokens: int) -> tuple[str, str]:
-    """What the base model and the adapted one write after ``text``."""
-    require_train_extra("kiln generate")
+def _answers(run: Path, config: LoadedConfig, receipt: TrainReceipt, text: str, max_new_tokens: int) -> tuple[str, str]:
+    """What the base model and the adapted one write after ``text``, each most likely token in turn."""
     from kiln_stages.training import determinism
 
-    determinism.go_offline()
+    determinism.fix(config.run.train.threads)
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoTokenizer
 
-    cast(Any, disable_progress_bar)()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own, of no use here
-    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-    base = AutoModelForCausalLM.from_pretrained(
-        str(model_dir), local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
-    )
-    model = cast(Any, PeftModel.from_pretrained(base, str(adapter), local_files_only=True)).eval()
+    from kiln_stages.training.adapted import load_adapted
+
+    model = load_adapted(run, config, receipt)
+    tokenizer = AutoTokenizer.from_pretrained(str(config.model_dir()), local_files_only=True, trust_remote_code=False)
     batch = tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
     def write() -> str:

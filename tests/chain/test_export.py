@@ -184,7 +184,8 @@ def test_an_empty_directory_is_taken(kiln: Kiln, run: Path, tmp_path: Path) -> N
         (["--layout", "trl"], "KLN201", "'trl'"),
         (["--layout", ""], "KLN201", "no such layout"),
         ([], "KLN201", "--layout"),
-        (["--layout", "hf", "--merged"], "KLN211", "export --merged"),
+        (["--layout", "hf", "--merged", "x"], "KLN201", "--merged DIR alone"),
+        (["--merged", "x", "--out", "y"], "KLN201", "--merged DIR alone"),
     ],
 )
 def test_what_there_is_not_is_refused_by_name(kiln: Kiln, run: Path, options: list[str], code: str, words: str) -> None:

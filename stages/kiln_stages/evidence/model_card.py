@@ -41,7 +41,7 @@ kiln verify-receipt RUN
 def adapter_card(receipt: TrainReceipt, steps: Sequence[Step]) -> bytes:
     """``README.md`` of an adapter directory. ``steps``: the loss log."""
     return _document(
-        _front_matter(receipt, "peft", "lora"),
+        _front_matter(receipt, "peft", "adapter"),
         f"# {receipt.adapter_name}",
         f"A LoRA adapter for {_base(receipt)}, trained by kiln {receipt.kiln['package_version']}.\n"
         "It fits those weights alone, with their tokenizer and the chat template below.",
@@ -54,7 +54,7 @@ def adapter_card(receipt: TrainReceipt, steps: Sequence[Step]) -> bytes:
 def merged_card(receipt: TrainReceipt, steps: Sequence[Step], proof: str) -> bytes:
     """``README.md`` of a merged model; ``proof`` says in a sentence how it was compared with base and adapter."""
     return _document(
-        _front_matter(receipt, "transformers", "merge"),
+        _front_matter(receipt, "transformers", "finetune"),
         f"# {receipt.adapter_name}, merged",
         f"{_base(receipt)} with the LoRA adapter `{receipt.adapter_name}` in its weights, merged by kiln. {proof}",
         "## To load it",
@@ -96,20 +96,18 @@ def _base(receipt: TrainReceipt) -> str:
     return f"the model whose weights are `{digest}`" if name == digest else code_span(name)
 
 
-def _front_matter(receipt: TrainReceipt, library: str, tag: str) -> str:
+def _front_matter(receipt: TrainReceipt, library: str, relation: str) -> str:
     name = _hub_name(receipt)
-    base = [f"base_model: {json.dumps(name)}"] if name is not None else []
-    relation = [f"base_model_relation: {'merge' if tag == 'merge' else 'adapter'}"] if name is not None else []
+    base = [f"base_model: {json.dumps(name)}", f"base_model_relation: {relation}"] if name is not None else []
     lines = [
         "---",
         f"# {FORMAT}",
         *base,
-        *relation,
         f"library_name: {library}",
         "pipeline_tag: text-generation",
         "tags:",
         "- kiln",
-        f"- {tag}",
+        "- lora",
         "- sft",
         "---",
     ]
