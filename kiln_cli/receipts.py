@@ -145,6 +145,15 @@ class IngestionReceipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """What checkpoints are bound to: SHA-256 of the canonical JSON, without a domain."""
         return "sha256:" + sha256_hex(canonical_json(self))
 
+    def summary(self) -> dict[str, Any]:
+        """What checkpoints hold beside the identity, so that a difference from it has a name."""
+        return {
+            "invalid_row_policy": self.invalid_row_policy,
+            "rejected_rows_sha256": "sha256:" + sha256_hex(canonical_json(self.rejected_rows)),
+            "rows_read": self.rows_read,
+            "rows_rejected": self.rows_rejected,
+        }
+
     def _count_faults(self) -> Iterator[str]:
         if self.rows_read != self.rows_kept + self.rows_rejected:
             yield f"rows_read is {self.rows_read}, not {self.rows_kept} kept + {self.rows_rejected} rejected"

@@ -77,7 +77,11 @@ def run(
     from kiln_stages.training.training_file import read_training
 
     with run_lock(out, "kiln resume"):
-        inputs = read_inputs(config, out, plugins, progress)
+        try:
+            inputs = read_inputs(config, out, plugins, progress)
+        except KilnError as error:
+            _list_what_else_differs(error, config, out, plugins, checkpoint)
+            raise
         if checkpoint == "latest" and (receipt := finished(inputs)) is not None:
             return TrainResult(receipt=receipt, outcome=None, unchanged=True)
         training = read_training(inputs.directory)
@@ -119,6 +123,21 @@ def run_proof(
 
     inputs = read_inputs(config, out, plugins, progress)
     return replay(inputs.plan(), inputs.directory, _choose(inputs.directory, checkpoint, out), steps, progress)
+
+
+def _list_what_else_differs(
+    changed: KilnError, config: LoadedConfig, out: Path, plugins: Plugins, checkpoint: str
+) -> None:
+    """Raises KilnError KLN209 where inputs that changed after admit are not all that differs from the checkpoint."""
+    from kiln_stages.training.moved_inputs import refuse_with_all_differences
+
+    if changed.code != "KLN207":
+        return
+    try:
+        loaded = _choose(out / "train", checkpoint, out)
+    except KilnError:
+        return
+    refuse_with_all_differences(changed, config, out, plugins, loaded)
 
 
 def _choose(directory: Path, wanted: str, out: Path) -> Checkpoint:

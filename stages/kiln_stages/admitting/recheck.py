@@ -17,7 +17,7 @@ from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import IngestionReceipt, StageManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
-from kiln_stages.admitting.contract import build_contract, load_terms
+from kiln_stages.admitting.contract import Terms, build_contract, load_terms
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import Job, judged_parts, worker_count
 from kiln_stages.admitting.tally import Tally
@@ -34,7 +34,9 @@ def require_same_admission(
     Raises KilnError KLN207 naming the first row whose outcome is another one, and as admission does for files, models
     and templates that are missing.
     """
-    contract = build_contract(config, load_terms(config, plugins))
+    terms = load_terms(config, plugins)
+    _require_same_terms(terms, manifest)
+    contract = build_contract(config, terms)
     with ExitStack() as stack:
         inputs = open_again(config, out, plugins, contract, manifest, stack)
         job = Job(inputs, contract.admission(inputs[0].source_reasons))
@@ -53,6 +55,20 @@ def require_same_admission(
             _require_tokens(out, manifest, tally)
             receipts.append(found)
     return receipts[0]
+
+
+def _require_same_terms(terms: Terms, manifest: StageManifest) -> None:
+    """Tokenizer files and template to the byte: others may give equal tokens, but the evidence names these."""
+    here = {**terms.files.file_digests(), "the chat template": terms.choice.sha256}
+    there = {**manifest.details["tokenizer"], "the chat template": manifest.details["template"]["sha256"]}
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise KilnError(
+                "KLN207",
+                f"{printable(name)} changed after admit_manifest.json vouched for it: sha256 is "
+                f"{here.get(name, 'absent')}, expected {there.get(name, 'absent')}",
+                hint="restore it, or run `kiln admit` again",
+            )
 
 
 def _require_equal(path: Path, written: IngestionReceipt, found: IngestionReceipt) -> None:

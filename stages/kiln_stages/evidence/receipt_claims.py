@@ -103,6 +103,7 @@ def binding(receipt: TrainReceipt) -> Binding:
             "execution": {key: value for key, value in execution.items() if key not in BESIDE_EXECUTION},
             "gradient_checkpoint_plan": execution["gradient_checkpoint_plan"],
             "head_probe": {key: execution["head_probe"][key] for key in ("bound", "exact")},
+            "ingestion": ingestion.summary(),
             "ingestion_receipt_sha256": ingestion.identity(),
             "kiln_train_version": receipt.kiln["package_version"],
             "loop_state_type": STATE_TYPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -173,9 +173,12 @@ def differences(now: Binding, manifest: CheckpointManifest) -> list[Difference]:
 
 def require_same(now: Binding, manifest: CheckpointManifest, where: str) -> None:
     """Raises KilnError KLN209 with a table of every difference; there is no way to resume over one."""
-    found = differences(now, manifest)
-    if not found:
-        return
+    if found := differences(now, manifest):
+        refuse(found, where)
+
+
+def refuse(found: list[Difference], where: str) -> NoReturn:
+    """Raises KilnError KLN209 with a table of the differences."""
     rows = [("", "checkpoint", "now"), *((printable(d.what), *map(printable, d[1:])) for d in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)

@@ -110,6 +110,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
             identities={
                 "admit_content_sha256": self.admit.content_sha256,
                 "base_model_id": settings.model.id or base,
+                "ingestion": self.ingestion.summary(),
                 "ingestion_receipt_sha256": self.ingestion.identity(),
                 "kiln_train_version": version(),
                 "plugins": {p.distribution: p.version for p in self.plugins.loaded()},
@@ -193,7 +194,7 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
         rows=rows,
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
-        base_adapter=_read_base(config),
+        base_adapter=read_base(config),
         plugins=plugins,
         admission_seconds=admission_seconds,
     )
@@ -385,15 +386,15 @@ def _read_rows(out: Path, admit: StageManifest, split: str) -> list[TrainRow]:
             f"{printable(path)} holds other rows than admit_manifest.json says: {found}, expected {expected}",
             hint="run `kiln admit` again",
         )
-    return [_train_row(row) for row in rows]
+    return [train_row(row) for row in rows]
 
 
-def _read_base(config: LoadedConfig) -> BaseAdapter | None:
+def read_base(config: LoadedConfig) -> BaseAdapter | None:
     path = config.run.train.base_adapter
     return None if path is None else read_base_adapter(config.resolve(path), path)
 
 
-def _train_row(row: AdmittedRow) -> TrainRow:
+def train_row(row: AdmittedRow) -> TrainRow:
     return TrainRow(row.row_index, row.row_sha256, row.input_ids, row.label_spans)
 
 

@@ -1,0 +1,59 @@
+"""A resume whose inputs are no longer those of ``kiln admit``: what else differs is still told, in one table.
+
+Such a run is refused in any case. The inputs are taken as they are now, only to be compared with the checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kiln_cli.config import LoadedConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.manifests import read_ingestion, read_manifest
+from kiln_cli.plugins import Plugins
+from kiln_stages.admitting.contract import load_terms
+from kiln_stages.admitting.corpus import read_corpus
+from kiln_stages.admitting.recheck import RECEIPTS
+from kiln_stages.training.checkpoint import Checkpoint
+from kiln_stages.training.checkpoint_manifest import Difference, differences, refuse
+from kiln_stages.training.run_training import Inputs, read_base, train_row
+from kiln_stages.training.tensors import weight_shards
+from kiln_stages.training.trainer import Trainer
+
+
+def refuse_with_all_differences(
+    changed: KilnError, config: LoadedConfig, out: Path, plugins: Plugins, checkpoint: Checkpoint
+) -> None:
+    """Raises KilnError KLN209 with ``changed`` and every other difference from the checkpoint.
+
+    Returns where there is no other, or where so much is gone that nothing can be compared: then ``changed`` says it.
+    """
+    try:
+        binding = Trainer(_inputs_as_they_are(config, out, plugins).plan()).binding
+    except (KilnError, OSError):
+        return
+    found = differences(binding, checkpoint.manifest)
+    if found:
+        row = Difference("admission", "admit_manifest.json", changed.message)
+        refuse([row, *found], checkpoint.path.name)
+
+
+def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> Inputs:
+    admit = read_manifest(out, "admit")
+    files, choice = load_terms(config, plugins)
+    here = {"template": {"name": choice.name, "sha256": choice.sha256}, "tokenizer": files.file_digests()}
+    written = read_ingestion(out / RECEIPTS["corpus"])
+    return Inputs(
+        config=config,
+        out=out,
+        admit=msgspec.structs.replace(admit, details=admit.details | here),
+        ingestion=msgspec.structs.replace(written, invalid_row_policy=config.run.admit.invalid_row_policy),
+        rows=[train_row(row) for row in read_corpus(out / "admit" / "corpus.parquet")],
+        held_out=[],
+        shards=weight_shards(config.model_dir()),
+        base_adapter=read_base(config),
+        plugins=plugins,
+        admission_seconds=0.0,
+    )
