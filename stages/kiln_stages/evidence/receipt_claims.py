@@ -50,6 +50,7 @@ MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and t
 RFC3339 = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})\Z")
 SLACK = 1e-12  # a mean of equal numbers may round to either side of them
 BESIDE_EXECUTION = (
+    "fast_paths",
     "gradient_checkpoint_plan",
     "head_probe",
     "loss_route",
@@ -101,6 +102,7 @@ def binding(receipt: TrainReceipt) -> Binding:
             "base_model_id": receipt.model["id"],
             "base_model_weights_sha256": receipt.model["base_weight_shards"]["sha256"],
             "execution": {key: value for key, value in execution.items() if key not in BESIDE_EXECUTION},
+            "fast_paths": {"parts": execution["fast_paths"]["parts"]},
             "gradient_checkpoint_plan": execution["gradient_checkpoint_plan"],
             "head_probe": {key: execution["head_probe"][key] for key in ("bound", "exact")},
             "ingestion": ingestion.summary(),

@@ -38,6 +38,8 @@ def fix(threads: int | None = None) -> None:
     import torch
 
     torch.use_deterministic_algorithms(True)  # strict: warn-only leaves fused attention on its fast, unrepeatable path
+    # Strict mode fills fresh memory with NaN, so that code which reads what it never wrote shows; it repeats nothing.
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)  # no repeatable backward in cuDNN's attention
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
-from kiln_stages.training import determinism
+from kiln_stages.training import determinism, fast_paths
 from kiln_stages.training.lora import LoraShape, add_lora, are_transposed, choose_targets
 from kiln_stages.training.segments import split_layers
 
@@ -50,6 +50,7 @@ class LanguageModel:
         self.parameters: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}
         self.shape: LoraShape | None = None
+        self.fast_paths = fast_paths.NONE
         self._decoder: Any = cast(Any, causal).base_model
         self._head = _head_only(causal)
         self.probe = self._prove_head()
@@ -73,11 +74,15 @@ class LanguageModel:
         return logits.squeeze(0)
 
     def add_lora(self, rank: int, alpha: float, seed: int, target_modules: list[str] | None = None) -> None:
-        """Puts trainable LoRA leaves on the target layers. Raises KilnError KLN214 where the model has none of them."""
+        """Puts trainable LoRA leaves on the target layers, and runs parts of the model by faster paths.
+
+        Raises KilnError KLN214 where the model has none of the target layers.
+        """
         targets = choose_targets(self.causal, target_modules)
         self.shape = LoraShape(rank, alpha, targets, are_transposed(self.causal, targets))
         self.parameters = add_lora(self.causal, self.shape, seed)
         self.frozen = {name: leaf for name, leaf in self.causal.named_parameters() if not leaf.requires_grad}
+        self.fast_paths = fast_paths.install(self._decoder, self.parameters, lambda: self.hidden(self._probe_ids()))
 
     def split_layers(self, segments: int) -> list[int]:
         """Has the backward compute the decoder's layers again, in so many segments; returns the layers of each.

@@ -195,6 +195,7 @@ def _execution(trainer: Trainer) -> dict[str, Any]:
     return {
         **auxiliary["execution"],
         "gradient_checkpoint_plan": auxiliary["gradient_checkpoint_plan"],
+        "fast_paths": trainer.model.fast_paths._asdict(),
         "head_probe": trainer.model.probe._asdict(),
         "loss_route": "supervised_positions",
         "precision": msgspec.to_builtins(trainer.binding.precision_policy),

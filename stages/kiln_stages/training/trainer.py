@@ -242,6 +242,7 @@ class Trainer:
                     device=config.device, dtype=config.dtype, attention=self.attention
                 ),
                 "gradient_checkpoint_plan": self.layers_of_segments,
+                "fast_paths": self.model.fast_paths.identity(),
                 "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
                 "loop_state_type": STATE_TYPE,
                 "lora": {"alpha": shape.alpha, "rank": shape.rank, "target_modules": list(shape.target_modules)},

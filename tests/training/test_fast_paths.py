@@ -1,0 +1,197 @@
+"""Parts of a model as single functions: equal to what peft's and transformers' own modules give, or not used at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kiln_plugins.cross_entropy import cross_entropy
+from kiln_stages.training import fast_paths
+from kiln_stages.training.fast_paths import relative_difference
+from kiln_stages.training.loop import row_loss
+from kiln_stages.training.model import LanguageModel
+from torch import Tensor, nn
+from training.tiny_models import make_rows, tiny_causal
+
+KINDS = ("llama", "qwen3", "gemma3", "phi3", "gpt2")
+TARGETS = {"gpt2": ["c_attn", "c_proj"], "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+LOSS_BOUND = 1e-5  # relative, in float32
+GRADIENT_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32, change: Callable[[Any], None] | None = None) -> Any:
+    """A tiny model with LoRA whose B are not zero, as in the middle of a training; norms have weights of their own."""
+    causal = tiny_causal(kind)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in causal.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    if change is not None:
+        change(causal)
+    model = LanguageModel(causal.to(dtype))
+    model.add_lora(4, 8.0, 42, TARGETS.get(kind))
+    with torch.no_grad():
+        for leaf in model.parameters.values():
+            leaf.copy_(0.1 * torch.randn_like(leaf))
+    return model
+
+
+def losses_and_gradients(model: LanguageModel) -> tuple[list[float], list[Tensor]]:
+    losses = []
+    for row in make_rows(3):
+        out, _ = row_loss(model, cross_entropy, row)
+        out.loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(out.loss.item())
+    gradients = [leaf.grad.clone() for leaf in model.parameters.values() if leaf.grad is not None]
+    for leaf in model.parameters.values():
+        leaf.grad = None
+    assert len(gradients) == len(model.parameters)
+    return losses, gradients
+
+
+def without(model: LanguageModel) -> int:
+    """Puts every module's own forward back. Returns how many had another."""
+    replaced = [module for module in model.causal.modules() if "forward" in vars(module)]
+    for module in replaced:
+        del module.forward
+    return len(replaced)
+
+
+def attention_with(causal: Any, then: Callable[[bool, Any], Any]) -> None:
+    """Gives the first attention's output to ``then``, with whether its q_proj is replaced."""
+    attention = causal.model.layers[0].self_attn
+    plain = type(attention).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return then("forward" in vars(self.q_proj), plain(self, *args, **kwargs))
+
+    attention.__class__ = type("Changed", (type(attention),), {"forward": forward})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_are_those_of_the_modules_own(kind: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, dtype)
+    losses, gradients = losses_and_gradients(model)
+    assert losses_and_gradients(model)[0] == losses
+    assert all(map(torch.equal, losses_and_gradients(model)[1], gradients)), "a step is not repeatable"
+    assert without(model) == sum(model.fast_paths.parts.values())
+    own_losses, own_gradients = losses_and_gradients(model)
+    if dtype == torch.float32:
+        assert losses == pytest.approx(own_losses, rel=LOSS_BOUND)
+    whole, own = (torch.cat([g.flatten() for g in each]) for each in (gradients, own_gradients))
+    assert relative_difference(whole, own) < GRADIENT_BOUNDS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("llama", {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 5}),
+        ("qwen3", {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 9}),
+        ("gemma3", {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 13}),
+        ("phi3", {"lora_linear": 8, "rms_norm": 5}),
+        ("gpt2", {}),
+    ],
+)
+def test_what_is_known_is_replaced_and_nothing_else(kind: str, parts: dict[str, int]) -> None:
+    assert model_of(kind).fast_paths.parts == parts
+    assert model_of(kind).fast_paths.identity() == {"parts": parts}
+
+
+def test_leaves_begin_as_they_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe gives B some values; they must be gone."""
+    model = LanguageModel(tiny_causal("llama"))
+    model.add_lora(4, 8.0, 42)
+    assert model.fast_paths.parts
+    assert not any(leaf.any() for name, leaf in model.parameters.items() if name.endswith("lora_B.weight"))
+    assert all(leaf.grad is None for leaf in model.parameters.values())
+    monkeypatch.setattr(fast_paths, "_replacements", lambda model: iter(()))
+    other = LanguageModel(tiny_causal("llama"))
+    other.add_lora(4, 8.0, 42)
+    assert all(torch.equal(leaf, other.parameters[name]) for name, leaf in model.parameters.items())
+
+
+def test_an_mlp_of_another_formula_keeps_its_forward() -> None:
+    def change(causal: Any) -> None:
+        for layer in causal.model.layers:
+            plain = type(layer.mlp).forward
+            scaled = {"forward": lambda self, x, plain=plain: 1.5 * plain(self, x)}
+            layer.mlp.__class__ = type("Scaled", (type(layer.mlp),), scaled)
+
+    model = model_of("llama", change=change)
+    assert model.fast_paths.parts == {"lora_linear": 14, "rms_norm": 5}
+
+
+def test_a_norm_of_another_formula_keeps_its_forward() -> None:
+    class OddRMSNorm(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(weight), 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+    def change(causal: Any) -> None:
+        causal.model.norm = OddRMSNorm(causal.model.norm.weight.detach())
+
+    assert model_of("llama", change=change).fast_paths.parts["rms_norm"] == 4
+
+
+def test_a_linear_layer_of_another_class_keeps_its_forward() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1.0
+
+    def change(causal: Any) -> None:
+        causal.model.layers[0].self_attn.q_proj.__class__ = Shifted
+
+    model = model_of("llama", change=change)
+    assert model.fast_paths.parts["lora_linear"] == 7
+    losses = losses_and_gradients(model)[0]
+    without(model)
+    assert losses == pytest.approx(losses_and_gradients(model)[0], rel=LOSS_BOUND)
+
+
+def test_a_model_that_differs_as_a_whole_keeps_every_forward() -> None:
+    """Each part is right on its own, and yet the attention gives something else with them."""
+
+    def change(causal: Any) -> None:
+        attention_with(causal, lambda replaced, out: (out[0] * 2.0 if replaced else out[0], *out[1:]))
+
+    model = model_of("llama", change=change)
+    assert model.fast_paths.parts == {}
+    assert "the model differs by" in model.fast_paths.reason
+    assert without(model) == 0
+
+
+def test_a_model_that_does_not_run_with_them_keeps_every_forward() -> None:
+    def refuse(replaced: bool, out: Any) -> Any:
+        if replaced:
+            raise TypeError("q_proj takes no such argument")
+        return out
+
+    model = model_of("llama", change=lambda causal: attention_with(causal, refuse))
+    assert model.fast_paths.parts == {}
+    assert "q_proj takes no such argument" in model.fast_paths.reason
+
+
+def test_less_is_kept_for_the_backward() -> None:
+    def kept(model: LanguageModel) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            row_loss(model, cross_entropy, make_rows(1)[0])
+        weights = {p.untyped_storage().data_ptr() for p in model.causal.parameters()}
+        return sum(size for pointer, size in sizes.items() if pointer not in weights)
+
+    model = model_of("llama")
+    fast = kept(model)
+    without(model)
+    assert fast < 0.85 * kept(model)  # of so small a model; the embeddings and the attention are kept by both
