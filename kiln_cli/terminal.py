@@ -161,19 +161,21 @@ def _bar(label: str, total: int | None, unit: str) -> Iterator[Task]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Task as RichTask
+    from rich.table import Column
     from rich.text import Text
 
     class Rate(ProgressColumn):
         def render(self, task: RichTask) -> Text:
-            return Text(f"{task.speed:,.1f} {unit}/s" if task.speed else "")
+            """Empty where a note is shown: it has the speed that matters there, and the line must fit a terminal."""
+            return Text(f"{task.speed:,.1f} {unit}/s" if task.speed and not task.fields["note"] else "")
 
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=30, table_column=Column(min_width=4)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TextColumn(unit, markup=False),
-        Rate(),
-        TimeRemainingColumn(),
+        Rate(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
         TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -16,6 +16,9 @@ from kiln_cli.terminal import table, terminal
 from kiln_cli.text import printable
 from kiln_stages import verify_receipt
 from kiln_stages.training.loss_curve import CURVE_NAME
+from kiln_stages.training.metrics import steps_from_end
+
+SHOWN = 8  # held-out losses on the page
 
 
 class Against(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +38,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     loss_before: float | None
     loss_after: float | None
+    held_out_losses: list[tuple[int, float]]  # (step, nats/token), every [train] heldout_interval steps
     tokens_per_second: float | None
     verdict: str
     adapter: str
@@ -73,6 +77,7 @@ def run(run_directory: Path, against: Path | None = None) -> Report:
         steps=receipt.steps,
         loss_before=receipt.held_out.loss_before if receipt.held_out else None,
         loss_after=receipt.held_out.loss_after if receipt.held_out else None,
+        held_out_losses=_held_out_losses(run_directory),
         tokens_per_second=float(speed) if speed is not None else None,
         verdict=verify_receipt.run(run_directory).word(require_all=False),
         adapter=str(run_directory / receipt.adapters["output"]["path"]),
@@ -90,6 +95,7 @@ def page(report: Report) -> str:
     if report.loss_before is not None and report.loss_after is not None:
         rows += [
             ["held-out loss before (nats/token)", report.loss_before],
+            *([f"  after step {step:,}", loss] for step, loss in _shown(report.held_out_losses)),
             ["held-out loss after", report.loss_after],
         ]
     if report.tokens_per_second is not None:
@@ -108,6 +114,19 @@ def page(report: Report) -> str:
         f"  model = PeftModel.from_pretrained(base, {report.adapter!r})",
     ]
     return "\n".join(lines)
+
+
+def _held_out_losses(run_directory: Path) -> list[tuple[int, float]]:
+    path = run_directory / "train" / "metrics.jsonl"
+    steps = [step for step in steps_from_end(path) if step.held_out is not None]
+    return [(step.step, step.held_out["mean_per_token"]) for step in reversed(steps) if step.held_out is not None]
+
+
+def _shown(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """All of a few losses; of many those at eight steps at equal distances, and the lowest of all."""
+    if len(losses) <= SHOWN:
+        return losses
+    return sorted({*losses[:: -(-len(losses) // SHOWN)], min(losses, key=lambda pair: pair[1])})
 
 
 def _model_path(run_directory: Path, receipt: TrainReceipt) -> str:

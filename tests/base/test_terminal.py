@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 
@@ -63,6 +71,35 @@ def test_off_a_terminal_progress_is_plain_lines(
     lines = err.splitlines()
     assert len(lines) == 3  # one each ten seconds
     assert lines[0] == "train: 10 of 90 steps, 1.0 steps/s, 1:20 left  loss 9.5"
+
+
+def test_on_a_terminal_of_eighty_columns_the_bar_is_one_line() -> None:
+    """With loss, tokens a second and the time left, all of them whole."""
+    script = (
+        "from kiln_cli.terminal import terminal\n"
+        "import time\n"
+        "with terminal.task('train', 12000, 'steps') as task:\n"
+        "    for _ in range(12):\n"
+        "        time.sleep(0.06)\n"
+        "        task.advance(10, 'epoch 12  loss 4.9915  11,892 tokens/s')\n"
+    )
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR")}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stderr=slave, env=environment | {"TERM": "xterm"}) as process:
+        os.close(slave)
+        drawn = b""
+        with contextlib.suppress(OSError):  # the end of a terminal that nobody has open
+            while data := os.read(master, 1 << 16):
+                drawn += data
+    os.close(master)
+    assert process.returncode == 0
+    assert drawn.count(b"\x1b[1A") == 1, "the cursor goes up once, to erase the line at the end"
+    last = [line for line in drawn.decode().split("\r") if "tokens/s" in line][-1]
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", last).strip()
+    note = r"epoch 12  loss 4\.9915  11,892 tokens/s"
+    assert re.fullmatch(rf"train \S+ +120/12000 steps +\d:\d\d:\d\d {note}", plain), plain
 
 
 def test_an_unknown_total_has_no_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

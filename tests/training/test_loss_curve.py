@@ -103,7 +103,10 @@ def test_a_training_leaves_it_and_the_report_names_it(tmp_path: Path, plugins: P
     svg = ElementTree.fromstring((out / "train" / "loss.svg").read_bytes())
     assert len(points(svg, "step")) == 12 and len(points(svg, "held")) == 4  # before, 5, 10, after
     assert report.run(out).loss_curve == str(out / "train" / "loss.svg")
-    assert f"loss curve: {out}/train/loss.svg" in report.page(report.run(out))
+    page, losses = report.page(report.run(out)), report.run(out).held_out_losses
+    assert f"loss curve: {out}/train/loss.svg" in page
+    assert [step for step, _ in losses] == [5, 10]
+    assert all(re.search(rf"^  after step {step} +{loss:.4f}$", page, re.MULTILINE) for step, loss in losses)
 
 
 def test_a_curve_of_other_losses_fails_even_under_a_sealed_receipt(tmp_path: Path, plugins: Plugins) -> None:
@@ -138,3 +141,11 @@ def test_a_cut_training_draws_what_it_has_and_a_resumed_one_the_same_as_an_uncut
     assert len(points(ElementTree.fromstring(curve.read_bytes()), "step")) == 7
     resume.run(load_config(out / "config.resolved.toml"), out, plugins)
     assert curve.read_bytes() == (whole / "train" / "loss.svg").read_bytes()
+
+
+def test_of_many_held_out_losses_the_report_shows_a_few_and_the_lowest() -> None:
+    losses = [(step, abs(step - 370) / 100) for step in range(10, 1000, 10)]
+    shown = report._shown(losses)
+    assert len(shown) <= report.SHOWN + 1 and (370, 0.0) in shown and losses[0] in shown
+    assert shown == sorted(shown) and set(shown) <= set(losses)
+    assert report._shown(losses[:8]) == losses[:8]

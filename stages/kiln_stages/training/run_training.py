@@ -38,7 +38,7 @@ from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.evidence.model_card import adapter_card
-from kiln_stages.evidence.receipt_claims import receipt_claims
+from kiln_stages.evidence.receipt_claims import LOSS_CURVE, receipt_claims
 from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.interrupts import settle_on_signals
@@ -148,13 +148,14 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
             history, count = self.outcome.state.loss_history, receipt.data.sft_ingestion.rows_kept
             rows += [["mean loss, first epoch", sum(history[:count]) / count]]
             rows += [["mean loss, last epoch", sum(history[-count:]) / count]]
-            rows += [["tokens a second", receipt.produced["training_tokens_per_second"] or 0.0]]
+            rows += [["tokens a second", round(receipt.produced["training_tokens_per_second"] or 0)]]
         if receipt.held_out is not None:
             rows += [["held-out loss before", receipt.held_out.loss_before]]
             rows += [["held-out loss after", receipt.held_out.loss_after]]
         state = "unchanged" if self.unchanged else "written"
         where = f"{printable(out)}/{receipt.adapters['output']['path']}, {printable(out)}/{RECEIPT_NAME}"
-        return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{state}: {where}{self._removals()}"
+        written = f"{state}: {where}\nloss curve: {printable(out)}/{LOSS_CURVE}{self._removals()}"
+        return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{written}"
 
     def _removals(self) -> str:
         """A line on the checkpoints that --keep-last removed, if it did."""
