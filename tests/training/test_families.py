@@ -73,7 +73,7 @@ def test_the_loss_falls(trained: Trained) -> None:
 
 def test_peft_loads_the_adapter_and_gives_the_trained_logits(trained: Trained) -> None:
     ids = torch.tensor([make_rows(2)[1].input_ids])
-    with torch.no_grad():
+    with torch.no_grad(), trained.trainer.model.modules_own():
         wanted = trained.trainer.model.causal(input_ids=ids).logits[0].float()
     plain, found = peft_logits(trained, ids)
     largest = wanted.abs().max()

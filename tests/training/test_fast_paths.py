@@ -52,12 +52,8 @@ def losses_and_gradients(model: LanguageModel) -> tuple[list[float], list[Tensor
     return losses, gradients
 
 
-def without(model: LanguageModel) -> int:
-    """Puts every module's own forward back. Returns how many had another."""
-    replaced = [module for module in model.causal.modules() if "forward" in vars(module)]
-    for module in replaced:
-        del module.forward
-    return len(replaced)
+def replaced(model: LanguageModel) -> int:
+    return sum("forward" in vars(module) for module in model.causal.modules())
 
 
 def attention_with(causal: Any, then: Callable[[bool, Any], Any]) -> None:
@@ -78,8 +74,11 @@ def test_losses_and_gradients_are_those_of_the_modules_own(kind: str, dtype: tor
     losses, gradients = losses_and_gradients(model)
     assert losses_and_gradients(model)[0] == losses
     assert all(map(torch.equal, losses_and_gradients(model)[1], gradients)), "a step is not repeatable"
-    assert without(model) == sum(model.fast_paths.parts.values())
-    own_losses, own_gradients = losses_and_gradients(model)
+    assert replaced(model) == sum(model.fast_paths.parts.values())
+    with model.modules_own():
+        assert replaced(model) == 0
+        own_losses, own_gradients = losses_and_gradients(model)
+    assert losses_and_gradients(model)[0] == losses
     if dtype == torch.float32:
         assert losses == pytest.approx(own_losses, rel=LOSS_BOUND)
     whole, own = (torch.cat([g.flatten() for g in each]) for each in (gradients, own_gradients))
@@ -151,8 +150,8 @@ def test_a_linear_layer_of_another_class_keeps_its_forward() -> None:
     model = model_of("llama", change=change)
     assert model.fast_paths.parts["lora_linear"] == 7
     losses = losses_and_gradients(model)[0]
-    without(model)
-    assert losses == pytest.approx(losses_and_gradients(model)[0], rel=LOSS_BOUND)
+    with model.modules_own():
+        assert losses == pytest.approx(losses_and_gradients(model)[0], rel=LOSS_BOUND)
 
 
 def test_a_model_that_differs_as_a_whole_keeps_every_forward() -> None:
@@ -164,7 +163,7 @@ def test_a_model_that_differs_as_a_whole_keeps_every_forward() -> None:
     model = model_of("llama", change=change)
     assert model.fast_paths.parts == {}
     assert "the model differs by" in model.fast_paths.reason
-    assert without(model) == 0
+    assert replaced(model) == 0
 
 
 def test_a_model_that_does_not_run_with_them_keeps_every_forward() -> None:
@@ -193,5 +192,6 @@ def test_less_is_kept_for_the_backward() -> None:
 
     model = model_of("llama")
     fast = kept(model)
-    without(model)
-    assert fast < 0.85 * kept(model)  # of so small a model; the embeddings and the attention are kept by both
+    with model.modules_own():
+        own = kept(model)
+    assert fast < 0.85 * own  # of so small a model; the embeddings and the attention are kept by both

@@ -47,23 +47,41 @@ class FastPaths(NamedTuple):
 NONE = FastPaths(parts={}, relative=0.0, bound=0.0)
 
 
-def install(model: nn.Module, leaves: Mapping[str, nn.Parameter], run: Callable[[], Tensor]) -> FastPaths:
-    """Replaces what can be replaced. ``run`` makes hidden states [1, T, H] of some fixed ids through ``model``."""
+Forwards = dict[nn.Module, Callable[..., Tensor]]
+
+
+def install(
+    model: nn.Module, leaves: Mapping[str, nn.Parameter], run: Callable[[], Tensor]
+) -> tuple[FastPaths, Forwards]:
+    """Replaces what can be replaced, and returns the new forwards by module.
+
+    ``run`` makes hidden states [1, T, H] of some fixed ids through ``model``.
+    """
     bound = WHOLE_BOUNDS[next(iter(leaves.values())).dtype]
     with _nonzero(leaves):
         replaced = dict(_replacements(model))
         plain = _run(run, leaves)
-        for module, (_, forward) in replaced.items():
-            cast(Any, module).forward = forward
+        forwards = {module: forward for module, (_, forward) in replaced.items()}
+        put_in(forwards)
         relative, reason = _compare(run, leaves, plain)
     if reason is None and not relative <= bound:
         reason = f"the model differs by {relative:.3g} from what its own modules give"
     if reason is not None:
-        for module in replaced:
-            del cast(Any, module).forward
-        return FastPaths({}, 0.0, bound, reason)
+        take_out(forwards)
+        return FastPaths({}, 0.0, bound, reason), {}
     parts = Counter(kind for kind, _ in replaced.values())
-    return FastPaths(dict(sorted(parts.items())), relative, bound)
+    return FastPaths(dict(sorted(parts.items())), relative, bound), forwards
+
+
+def put_in(forwards: Forwards) -> None:
+    for module, forward in forwards.items():
+        cast(Any, module).forward = forward
+
+
+def take_out(forwards: Forwards) -> None:
+    """Every module has the forward of its class again."""
+    for module in forwards:
+        del cast(Any, module).forward
 
 
 def _compare(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -51,6 +53,7 @@ class LanguageModel:
         self.frozen: dict[str, nn.Parameter] = {}
         self.shape: LoraShape | None = None
         self.fast_paths = fast_paths.NONE
+        self._fast_forwards: fast_paths.Forwards = {}
         self._decoder: Any = cast(Any, causal).base_model
         self._head = _head_only(causal)
         self.probe = self._prove_head()
@@ -82,7 +85,18 @@ class LanguageModel:
         self.shape = LoraShape(rank, alpha, targets, are_transposed(self.causal, targets))
         self.parameters = add_lora(self.causal, self.shape, seed)
         self.frozen = {name: leaf for name, leaf in self.causal.named_parameters() if not leaf.requires_grad}
-        self.fast_paths = fast_paths.install(self._decoder, self.parameters, lambda: self.hidden(self._probe_ids()))
+        self.fast_paths, self._fast_forwards = fast_paths.install(
+            self._decoder, self.parameters, lambda: self.hidden(self._probe_ids())
+        )
+
+    @contextmanager
+    def modules_own(self) -> Iterator[None]:
+        """Within, nothing runs by a faster path: what comes out is what peft gives that loads the adapter elsewhere."""
+        fast_paths.take_out(self._fast_forwards)
+        try:
+            yield
+        finally:
+            fast_paths.put_in(self._fast_forwards)
 
     def split_layers(self, segments: int) -> list[int]:
         """Has the backward compute the decoder's layers again, in so many segments; returns the layers of each.

@@ -86,7 +86,8 @@ def _encode(model_dir: Path, prompts: Sequence[str], device: str) -> list[Tensor
 @torch.no_grad()
 def _logit_difference(reloaded: Any, trained: LanguageModel, ids: Tensor) -> float:
     """Largest difference of the logits behind ids [1, T], relative to the largest logit."""
-    here = trained.project(trained.hidden(ids)[0, -1:]).float()[0]  # [V]
+    with trained.modules_own():
+        here = trained.project(trained.hidden(ids)[0, -1:]).float()[0]  # [V]
     there: Tensor = reloaded(input_ids=ids, use_cache=False).logits[0, -1].float()  # [V]
     return float((there - here).abs().max() / here.abs().max().clamp(min=1e-30))
 
