@@ -26,6 +26,7 @@ from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting import fingerprint
+from kiln_stages.admitting.base_template import compare_with_base
 from kiln_stages.admitting.contract import build_contract, load_terms
 from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
 from kiln_stages.admitting.inputs import Given, given_texts, given_values, open_inputs, rows_details
@@ -72,10 +73,13 @@ def command(
     as_written = config is not None and not (assignments or model or any(options.values()))
     loaded = _config(config, model, options, assignments or [], handed_over=bool(row) or piped)
     given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
-    result = run(loaded, out, load_plugins(), rows=given, workers=workers, progress=terminal)
+    plugins = load_plugins()
+    result = run(loaded, out, plugins, rows=given, workers=workers, progress=terminal)
     if json:
         terminal.json_data(result.manifest)
     terminal.say(account(result, out))
+    if (compared := compare_with_base(loaded, load_terms(loaded, plugins).choice)) is not None:
+        (terminal.say if compared.same else terminal.warn)(compared.text)
     # What the command line changed stands in the run's own config alone, and train wants the settings of admission.
     settings = config if as_written else out / "config.resolved.toml"
     terminal.say(f"next: kiln train {printable(settings)} --out {printable(out)}")

@@ -70,6 +70,9 @@ def test_a_training_leaves_adapter_log_checkpoints_and_receipt(finished: Made) -
         "train/metrics.jsonl",
         "train/adapter/README.md",
         "train/loss.svg",
+        "train/adapter/chat_template.jinja",
+        "train/adapter/tokenizer.json",
+        "train/adapter/tokenizer_config.json",
     ]
     lines = [json.loads(line) for line in (out / "train" / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))

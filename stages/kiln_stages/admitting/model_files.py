@@ -63,7 +63,8 @@ def load_model_files(directory: Path) -> ModelFiles:
     """Raises KilnError KLN302 where the directory or what admission needs of it is missing."""
     if not directory.is_dir():
         raise missing(directory, "the model directory does not exist")
-    config = _json_file(directory / "config.json", required=True)
+    # An adapter's folder has the tokenizer of its training, and no config of a model.
+    config = _json_file(directory / "config.json", required=not (directory / "adapter_config.json").is_file())
     if (directory / "tokenizer.json").is_file():
         tokenizer_json = _text_file(directory / "tokenizer.json")
         settings = _json_file(directory / "tokenizer_config.json", required=False)
@@ -71,7 +72,15 @@ def load_model_files(directory: Path) -> ModelFiles:
         template = _chat_template(directory, settings)
     else:
         tokenizer_json, special_tokens, template = _through_transformers(directory)
-    return ModelFiles(directory, tokenizer_json, special_tokens, template, _positions(config))
+    positions = _positions(config) if config else _longest(tokenizer_settings(directory))
+    return ModelFiles(directory, tokenizer_json, special_tokens, template, positions)
+
+
+def tokenizer_settings(directory: Path) -> dict[str, Any]:
+    """``tokenizer_config.json`` with the special tokens of the file beside it, and without a chat template."""
+    settings = _json_file(directory / "tokenizer_config.json", required=False)
+    settings |= _json_file(directory / "special_tokens_map.json", required=False)
+    return {name: value for name, value in settings.items() if name != "chat_template"}
 
 
 def choose_template(wanted: str, files: ModelFiles, templates: Registry[Template], base_dir: Path) -> TemplateChoice:
@@ -166,6 +175,12 @@ def _positions(config: dict[str, Any]) -> int | None:
             if isinstance(settings.get(name), int):
                 return int(settings[name])
     return None
+
+
+def _longest(settings: dict[str, Any]) -> int | None:
+    """The length that a tokenizer's settings state; a number of 31 digits there means none."""
+    length = settings.get("model_max_length")
+    return length if isinstance(length, int) and 0 < length < 10**9 else None
 
 
 def _through_transformers(directory: Path) -> tuple[str, dict[str, str], str | None]:

@@ -39,12 +39,17 @@ ADAPTER_MODEL = "train/adapter/adapter_model.safetensors"
 LOSS_LOG = "train/metrics.jsonl"
 CARD = "train/adapter/README.md"
 LOSS_CURVE = "train/loss.svg"
+CHAT_TEMPLATE = "train/adapter/chat_template.jinja"
+TOKENIZER = "train/adapter/tokenizer.json"
 OUTPUTS = {
     ADAPTER_CONFIG: "adapter_config",
     ADAPTER_MODEL: "adapter_parameters",
     LOSS_LOG: "metrics",
     CARD: "model_card",
     LOSS_CURVE: "loss_curve",
+    CHAT_TEMPLATE: "chat_template",
+    TOKENIZER: "tokenizer",
+    "train/adapter/tokenizer_config.json": "tokenizer",
 }
 MUON_RMS = 0.2  # torch's Muon is handed the profile's rate divided by it, and the weight decay times it
 RFC3339 = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})\Z")
@@ -371,9 +376,14 @@ def _check_outputs(receipt: TrainReceipt) -> str:
     }
     faults = [
         compare("outputs", shape, {path: ["run", kind, None, steps.get(path)] for path, kind in OUTPUTS.items()}),
+        differ("chat template", files[CHAT_TEMPLATE].sha256, _bare(receipt.tokenizer["template"]["sha256"])),
         compare("adapters", receipt.adapters, {"base": _base_adapter(receipt), "output": output}),
     ]
     return "; ".join(filter(None, faults))
+
+
+def _bare(sha256: str) -> str:
+    return sha256.removeprefix("sha256:")
 
 
 def _check_failed_outputs(receipt: TrainReceipt) -> str:

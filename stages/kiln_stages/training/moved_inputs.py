@@ -42,7 +42,8 @@ def refuse_with_all_differences(
 
 def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> Inputs:
     admit = read_manifest(out, "admit")
-    files, choice = load_terms(config, plugins)
+    terms = load_terms(config, plugins)
+    files, choice = terms
     here = {"template": {"name": choice.name, "sha256": choice.sha256}, "tokenizer": files.file_digests()}
     written = read_ingestion(out / RECEIPTS["corpus"])
     return Inputs(
@@ -54,6 +55,7 @@ def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> In
         held_out=[],
         shards=weight_shards(config.model_dir()),
         base_adapter=read_base(config),
+        terms=terms,
         plugins=plugins,
         admission_seconds=0.0,
     )

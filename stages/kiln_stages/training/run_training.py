@@ -35,6 +35,7 @@ from kiln_cli.receipts import (
 )
 from kiln_cli.terminal import Progress, Speed, table
 from kiln_cli.text import printable
+from kiln_stages.admitting.contract import Terms, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.evidence.model_card import adapter_card
@@ -47,6 +48,7 @@ from kiln_stages.training.loss_curve import write_loss_curve
 from kiln_stages.training.metrics import read_steps
 from kiln_stages.training.smoke_test import smoke_test
 from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
+from kiln_stages.training.tokenizer_copy import write_tokenizer
 from kiln_stages.training.train_receipt import Evidence, Failure, describe, describe_failure
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
 from kiln_stages.training.training_file import TRAINING_NAME, TRAINING_SCHEMA, HeldOutLoss, Training
@@ -65,6 +67,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     held_out: list[TrainRow]
     shards: list[Shard]
     base_adapter: BaseAdapter | None
+    terms: Terms
     plugins: Plugins
     admission_seconds: float  # that admitting the rows again took: rendering, tokens and label masks
 
@@ -196,6 +199,7 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
         base_adapter=read_base(config),
+        terms=load_terms(config, plugins),
         plugins=plugins,
         admission_seconds=admission_seconds,
     )
@@ -306,7 +310,7 @@ def held_out_loss(trainer: Trainer, inputs: Inputs, progress: Progress, when: st
 def finish(
     trainer: Trainer, inputs: Inputs, training: Training, started: float, outcome: Outcome, progress: Progress
 ) -> TrainReceipt:
-    """Held-out loss after the last step, loss curve, the adapter's files, its smoke test and card, and the receipt."""
+    """Held-out loss after the last step, loss curve, adapter and tokenizer, smoke test, card, and the receipt."""
     before = training.held_out_before
     after = held_out_loss(trainer, inputs, progress, "after")
     last = None if after is None else (trainer.state.global_step, after.mean_per_token)
@@ -320,6 +324,8 @@ def finish(
             loss_before=before.mean_per_token,
             loss_after=after.mean_per_token,
         )
+    template: dict[str, Any] = inputs.admit.details.get("template", {})
+    tokenizer = write_tokenizer(inputs.terms, template, adapter.path, inputs.out)
     receipt = describe(trainer, inputs.evidence(), adapter, held)
     if prompts := inputs.config.run.train.smoke_prompts:
         receipt.adapter_smoke_test = smoke_test(trainer.model, adapter.path, inputs.config.model_dir(), prompts)
@@ -327,6 +333,7 @@ def finish(
     receipt.outputs.append(reference(write_file(adapter.path / "README.md", card), inputs.out, "model_card"))
     if curve is not None:
         receipt.outputs.append(reference(curve, inputs.out, "loss_curve"))
+    receipt.outputs += tokenizer
     receipt.produced = {
         **_produced(trainer, inputs, started),
         "steps_in_last_process": len(outcome.state.loss_history) - outcome.first_step,
