@@ -42,7 +42,9 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kind, dtype = request.param
     model, run = (tmp_path_factory.mktemp(name) for name in ("model", "run"))
     family, _, capped = kind.partition(" ")
-    tiny_causal(family, **({"attn_logit_softcapping": 2.0} if capped else {})).save_pretrained(model)
+    # The family's own cap of 0.1 leaves so little of the logits that bfloat16's rounding would be most of it.
+    changes = {"final_logit_softcapping": 2.0} if family == "gemma3" else {}
+    tiny_causal(family, **changes, **({"attn_logit_softcapping": 2.0} if capped else {})).save_pretrained(model)
     trainer = Trainer(plan_of(kind, dtype, model))
     outcome = train_adapter(trainer, run)
     trainer.write_adapter(run / "adapter")

@@ -16,11 +16,14 @@ from torch import Tensor
 from kiln_cli.errors import KilnError
 from kiln_cli.text import printable
 from kiln_stages.training.lora import store
-from kiln_stages.training.model import PROBE_BOUNDS, LanguageModel, attention_of, load_language_model
+from kiln_stages.training.model import LanguageModel, attention_of, load_language_model
 from kiln_stages.training.tensors import StoredTensor
 from kiln_stages.training.written_adapter import first_difference
 
 NEW_TOKENS = 4
+# How far peft's logits may lie from the trained ones, relative to the largest: it sums in another order. Thirty layers
+# of a model in use were 2e-7 and 8e-3 apart; an adapter that is scaled or placed otherwise is off by far more.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def smoke_test(trained: LanguageModel, adapter: Path, model_dir: Path, prompts: Sequence[str]) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def smoke_test(trained: LanguageModel, adapter: Path, model_dir: Path, prompts: 
     worst = 0.0
     for prompt, ids in zip(prompts, _encode(model_dir, prompts, device), strict=True):
         difference = _logit_difference(reloaded, trained, ids)
-        if not difference <= PROBE_BOUNDS[trained.dtype]:  # written so that NaN fails too
+        if not difference <= BOUNDS[trained.dtype]:  # written so that NaN fails too
             raise _failed(
                 f"behind {printable(prompt)!r} the logits are {difference:.3g} of the largest from the trained"
             )
