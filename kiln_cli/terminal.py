@@ -28,8 +28,8 @@ class Task(Protocol):
 
 
 class Progress(Protocol):
-    def task(self, label: str, total: int | None, unit: str) -> Any:
-        """A context manager that yields a :class:`Task`."""
+    def task(self, label: str, total: int | None, unit: str, done: int = 0) -> Any:
+        """A context manager that yields a :class:`Task`; ``done`` of ``total`` was done before."""
         ...
 
 
@@ -62,7 +62,7 @@ class Silent:
     """The progress of a stage that is called from Python: none."""
 
     @contextmanager
-    def task(self, label: str, total: int | None, unit: str) -> Iterator[Task]:
+    def task(self, label: str, total: int | None, unit: str, done: int = 0) -> Iterator[Task]:
         yield _SilentTask()
 
 
@@ -116,22 +116,22 @@ class Terminal:
         sys.stderr.write(block(f"kiln: warning: {text}") + "\n")
 
     @contextmanager
-    def task(self, label: str, total: int | None, unit: str) -> Iterator[Task]:
+    def task(self, label: str, total: int | None, unit: str, done: int = 0) -> Iterator[Task]:
         if self.quiet:
             yield _SilentTask()
         elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            with _bar(label, total, unit) as bar:
+            with _bar(label, total, unit, done) as bar:
                 yield bar
         else:
-            yield _Lines(label, total, unit)
+            yield _Lines(label, total, unit, done)
 
 
 class _Lines:
     """Progress for logs: one plain line every ten seconds."""
 
-    def __init__(self, label: str, total: int | None, unit: str) -> None:
+    def __init__(self, label: str, total: int | None, unit: str, done: int) -> None:
         self._label, self._total, self._unit = label, total, unit
-        self._done = 0
+        self._done = done
         self._last = time.monotonic()
         self._speed = Speed()
 
@@ -157,7 +157,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def _bar(label: str, total: int | None, unit: str) -> Iterator[Task]:
+def _bar(label: str, total: int | None, unit: str, done: int) -> Iterator[Task]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Task as RichTask
@@ -179,7 +179,7 @@ def _bar(label: str, total: int | None, unit: str) -> Iterator[Task]:
         TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        identity = progress.add_task(label, total=total, note="")
+        identity = progress.add_task(label, total=total, completed=done, note="")
 
         class Bar:
             def advance(self, count: int = 1, note: str = "") -> None:

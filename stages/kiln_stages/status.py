@@ -138,8 +138,10 @@ def _point_text(point: Point) -> str:
 def _state_text(status: Status) -> str:
     if status.state != "failed":
         return STATES[status.state]
-    message = f": {printable(status.failure_message, 600)}" if status.failure_message else ""
-    return f"{STATES['failed']}, {printable(status.failure_reason)}{message}"
+    reason = printable(status.failure_reason)
+    if not status.failure_message:
+        return f"{STATES['failed']}: {reason}"
+    return f"{STATES['failed']}: {printable(status.failure_message, 600)} ({reason})"
 
 
 class _Reading:

@@ -73,6 +73,19 @@ def test_off_a_terminal_progress_is_plain_lines(
     assert lines[0] == "train: 10 of 90 steps, 1.0 steps/s, 1:20 left  loss 9.5"
 
 
+def test_what_was_done_before_counts_in_no_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "monotonic", clock)
+    monkeypatch.setattr(module.Speed.__init__, "__defaults__", (clock,))
+    with Terminal().task("train", 90, "steps", 50) as task:
+        for _ in range(10):
+            clock.now += 1
+            task.advance()
+    assert capsys.readouterr().err == "train: 60 of 90 steps, 1.0 steps/s, 0:30 left\n"
+
+
 def test_on_a_terminal_of_eighty_columns_the_bar_is_one_line() -> None:
     """With loss, tokens a second and the time left, all of them whole."""
     script = (

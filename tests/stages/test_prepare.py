@@ -753,7 +753,7 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     class Meddler:
         @contextmanager
-        def task(self, label: str, total: int | None, unit: str) -> Iterator[Any]:
+        def task(self, label: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
             yield self
 
         def advance(self, count: int = 1, note: str = "") -> None:

@@ -108,7 +108,7 @@ def test_a_failed_run_tells_why(run: Path, reason: str, step: str) -> None:
     found = status.run(run)
     assert (found.state, found.failure_reason, found.failure_message) == ("failed", reason, "the loss of row 3 is nan")
     assert found.next == step.format(run=run)
-    assert f"stopped, {reason}: the loss of row 3 is nan" in status.page(found)
+    assert f"stopped: the loss of row 3 is nan ({reason})" in status.page(found)
 
 
 def test_a_damaged_checkpoint_is_told(run: Path) -> None:

@@ -277,9 +277,9 @@ def run_steps(
     trainer: Trainer, inputs: Inputs, progress: Progress, keep_last: int | None
 ) -> tuple[Outcome, int | None]:
     """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
-    left = trainer.plan.total_steps - trainer.state.global_step
+    total, done = trainer.plan.total_steps, trainer.state.global_step
     discard_failed_receipt(inputs.out)
-    with settle_on_signals() as stop, progress.task("train", left, "steps") as task:
+    with settle_on_signals() as stop, progress.task("train", total, "steps", done) as task:
         speed = Speed()
 
         def show(record: StepRecord) -> None:
