@@ -24,10 +24,10 @@ id = "SmolLM2-135M-Instruct"
 path = "{rows}"
 [data]
 n_train = {trained}
-n_validation = 2
+n_validation = 8
 n_test = 1000
 [admit]
-max_tokens = 256
+max_tokens = 400
 invalid_row_policy = "skip"
 [train]
 epochs = 1

@@ -29,6 +29,7 @@ COMMANDS = {
     "resume": "kiln_stages.resume",
     "status": "kiln_stages.status",
     "verify-receipt": "kiln_stages.verify_receipt",
+    "sign": "kiln_stages.sign",
     "generate": "kiln_stages.generate",
     "report": "kiln_stages.report",
     "inspect": "kiln_stages.inspect",
@@ -46,6 +47,7 @@ SUMMARIES = {
     "resume": "Continue a training from an exact checkpoint; any difference is an error.",
     "status": "Show how far a training is: step, loss, latest checkpoint, and what to do next.",
     "verify-receipt": "Check every claim of a train receipt; offline, without a GPU.",
+    "sign": "Sign a train receipt with an SSH key, through ssh-keygen.",
     "generate": "Write an answer with the base model and with the adapter, one below the other.",
     "report": "Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter.",
     "inspect": "Show a row as it is trained on: its text, which of it is trained, and its token ids.",
@@ -56,7 +58,7 @@ SUMMARIES = {
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "diff", "dataset", "corrections", "recipe", "teacher", "leak", "init", "sign", "schema", "evaluate",
+    "diff", "dataset", "corrections", "recipe", "teacher", "leak", "init", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

@@ -181,6 +181,12 @@ CATALOGUE: dict[str, Entry] = {
         "Every difference is listed, and nothing is converted.",
         "Set `[train] lora_rank`, `lora_alpha`, `target_modules` and `dtype` as the base adapter has them.",
     ),
+    "KLN218": Entry(
+        Exit.USER_INPUT,
+        "a signature that does not hold",
+        "ssh-keygen does not sign with the key, or the signature is not of these bytes or of nobody on the list.",
+        "The message has what ssh-keygen said, and the key. Ask the signer for the receipt as it was signed.",
+    ),
     "KLN301": Entry(
         Exit.ENVIRONMENT,
         "a package is missing",

@@ -1,6 +1,8 @@
 """``kiln validate``: is this file what it claims to be? Prints each fault with its place and writes nothing.
 
-Kinds: raw rows (by the rules of prepare), chat rows (``sft``), prepared examples, a config, a manifest, a run.
+Kinds: raw rows (by the rules of prepare), chat rows (``sft``), prepared examples, a config, a manifest, a train or an
+ingestion receipt, a checkpoint, a run. Receipts and checkpoints are held against themselves alone, with no run
+around them.
 Reasons of policy (several calls, a query seen before) are notes: they say what prepare will drop, not what is broken.
 So are oddities that prepare keeps: a query without a visible character or with U+0000, a tool with a blank name.
 """
@@ -24,22 +26,32 @@ from kiln_cli.config import DataConfig, DatasetConfig, load_config
 from kiln_cli.errors import KilnError, RowFault, not_built
 from kiln_cli.files import open_input, read_bounded
 from kiln_cli.lines import BOM, TRIMMED, LineReader
-from kiln_cli.manifests import DOCUMENT_LIMIT, MANIFEST_NAMES, manifest_path
+from kiln_cli.manifests import (
+    DOCUMENT_LIMIT,
+    MANIFEST_NAMES,
+    RECEIPT_NAME,
+    manifest_path,
+    read_document,
+    read_receipt,
+)
 from kiln_cli.plugins import Plugins, load_plugins
-from kiln_cli.receipts import MANIFEST_SCHEMA, RECEIPT_TYPE
+from kiln_cli.receipts import INGESTION_SCHEMA, MANIFEST_SCHEMA, RECEIPT_TYPE, IngestionReceipt
 from kiln_cli.records import PREPARED_SCHEMA, PreparedExample, Record
 from kiln_cli.request_form import is_request
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
 from kiln_stages.evidence.claims import Claim, data_claims, file_claims, manifest_claims
+from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.preparing.screening import POSITIONAL, Drop, Screen
 from kiln_stages.reading.ranges import read_text
 from kiln_stages.reading.sources import STDIN, has_rows, json_lines, open_rows, sample_objects
 from kiln_stages.reading.transports import open_plain
+from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint
+from kiln_stages.training.checkpoint_manifest import MANIFEST_TYPE
 
-Kind = Literal["raw", "sft", "prepared", "config", "manifest"]
-KINDS: tuple[Kind, ...] = ("raw", "sft", "prepared", "config", "manifest")
+Kind = Literal["raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint"]
+KINDS: tuple[Kind, ...] = ("raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint")
 EMPTY = "empty"  # what a file without rows is taken for; nothing else is
 # Reasons of policy: the row is sound, prepare will not use it.
 POLICY = ("multi_call_answer", "duplicate_query")
@@ -133,7 +145,11 @@ def _summary(report: FileReport) -> str:
 
 
 def _report(path: Path, plugins: Plugins, kind: str | None, source: str, max_faults: int) -> FileReport:
-    if path.is_dir():
+    if path.is_dir() and kind is None and (NAME.match(path.name) or (path / MANIFEST).is_file()):
+        taken, why, findings = "checkpoint", "a directory with a checkpoint's name or manifest", _checkpoint(path)
+    elif path.is_dir() and kind == "checkpoint":
+        taken, why, findings = kind, "given", _checkpoint(path)
+    elif path.is_dir():
         taken, why, findings = "run", "a directory", _run_directory(path)
     else:
         taken, why = (kind, "given") if kind is not None else _recognise(path, plugins)
@@ -161,12 +177,16 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
     if document is not None:
         if document.get("schema") == CONFIG_SCHEMA:
             return "config", f"schema is {CONFIG_SCHEMA}"
+        if document.get("receipt_type") == RECEIPT_TYPE:
+            return "receipt", f"receipt_type is {RECEIPT_TYPE}"
         if path.suffix == ".json" and is_request(document) and "messages" not in document:
             return "config", "it is a request: a source of rows and their settings"
         if document.get("schema") == MANIFEST_SCHEMA:
             return "manifest", f"schema is {MANIFEST_SCHEMA}"
-        if document.get("receipt_type") == RECEIPT_TYPE:
-            raise not_built("validate for train receipts", "use `kiln verify-receipt`")
+        if document.get("schema") == INGESTION_SCHEMA:
+            return "ingestion", f"schema is {INGESTION_SCHEMA}"
+        if document.get("manifest_type") == MANIFEST_TYPE:
+            return "checkpoint", f"manifest_type is {MANIFEST_TYPE}"
     with TemporaryDirectory() as scratch, open_plain(path, Path(scratch)) as plain:
         samples = list(sample_objects(plain))
         if not samples and not has_rows(plain):
@@ -288,6 +308,43 @@ def _manifest(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | N
     yield from _failing(path, manifest_claims(path.parent, stage, None))
 
 
+def _receipt(path: Path, plugins: Plugins | None = None, source: str = "") -> Iterator[Finding | None]:
+    """A train receipt against itself; its files are verify-receipt's to check."""
+    try:
+        receipt = read_receipt(path)
+    except KilnError as error:
+        yield None
+        yield Finding(file=printable(path), reason=error.code, detail=error.message)
+        return
+    yield from _failing(path, receipt_claims(receipt))
+
+
+def _ingestion(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
+    """An ingestion receipt: its form, then every contradiction in it."""
+    yield None
+    try:
+        receipt = read_document(path, IngestionReceipt, INGESTION_SCHEMA)
+    except KilnError as error:
+        yield Finding(file=printable(path), reason=error.code, detail=error.message)
+        return
+    for fault in receipt.faults():
+        yield Finding(file=printable(path), reason="contradiction", detail=printable(fault))
+
+
+def _checkpoint_manifest(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
+    """A checkpoint by its manifest: the directory around it is the checkpoint."""
+    return _checkpoint(path.parent)
+
+
+def _checkpoint(path: Path) -> Iterator[Finding | None]:
+    """A checkpoint as resume loads it: names and kinds of its files, limits, sizes, digests, tensors, loop state."""
+    yield None
+    try:
+        load_checkpoint(path)
+    except KilnError as error:
+        yield Finding(file=printable(path), reason=error.code, detail=error.message)
+
+
 def _run_directory(path: Path) -> Iterator[Finding | None]:
     """Each stage's manifest that is there, the files it vouches for, and how one stage's evidence fits the next."""
     if not any(manifest_path(path, stage).exists() for stage in MANIFEST_NAMES):
@@ -296,6 +353,10 @@ def _run_directory(path: Path) -> Iterator[Finding | None]:
         yield from _failing(path, data_claims(path, None))
         return
     yield from _failing(path, _admit_claims(path))
+    if (path / RECEIPT_NAME).exists():
+        yield from _receipt(path / RECEIPT_NAME)
+    for _, checkpoint in list_checkpoints(path / "train"):
+        yield from _checkpoint(checkpoint)
 
 
 def _admit_claims(path: Path) -> Iterator[Claim]:
@@ -314,7 +375,16 @@ def _failing(path: Path, claims: Iterable[Claim]) -> Iterator[Finding | None]:
             yield Finding(file=printable(path), reason=claim.name, detail=claim.detail, note=unknown)
 
 
-_FINDERS = {"raw": _raw, "sft": _sft, "prepared": _prepared, "config": _config, "manifest": _manifest}
+_FINDERS = {
+    "raw": _raw,
+    "sft": _sft,
+    "prepared": _prepared,
+    "config": _config,
+    "manifest": _manifest,
+    "receipt": _receipt,
+    "ingestion": _ingestion,
+    "checkpoint": _checkpoint_manifest,
+}
 
 
 def _of_row(path: Path, stream: BinaryIO, record: Record, drop: Drop) -> Finding:

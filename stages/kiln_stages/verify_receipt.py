@@ -1,8 +1,9 @@
 """``kiln verify-receipt``: every claim of a train receipt against the files, walked back to the raw bytes. No torch.
 
 A claim holds, fails, or cannot be checked here because a file it needs is not here. What no digest can say (that labels
-are the template's own) is *not checked* unless ``--deep`` derives it again. Unsigned evidence that holds is
-called *consistent*: nobody changed one part without the others. It does not say who made it.
+are the template's own) is *not checked* unless ``--deep`` derives it again. Unsigned evidence that holds is called
+*consistent*: nobody changed one part without the others. It does not say who made it; with a signature by a key of the
+reader's own list (``--allowed-signers``) it is called *authentic*.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import typer
 
 from kiln_cli.config import TRAIN_SECTIONS, load_config
 from kiln_cli.errors import KilnError
-from kiln_cli.files import hash_file, open_input
+from kiln_cli.files import hash_file, open_input, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
 from kiln_cli.manifests import (
+    DOCUMENT_LIMIT,
     MANIFEST_NAMES,
     RECEIPT_NAME,
     locate,
@@ -51,6 +53,8 @@ from kiln_stages.evidence.claims import (
 from kiln_stages.evidence.digests import Digest, Digests
 from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
+from kiln_stages.evidence.signature import signature_path
+from kiln_stages.evidence.signature import signer as signed_by
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
 from kiln_stages.training.order import times_trained
 from kiln_stages.training.tensors import base_model_sha256, weight_files, weight_shards
@@ -63,6 +67,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     claims: list[Claim]
     failed_training: str | None = None
+    signer: str | None = None  # the allowed signer whose signature was checked
 
     def named(self, status: Status) -> list[str]:
         return [line.name for line in self.claims if line.status == status]
@@ -72,17 +77,23 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.named("fails") + (self.named("not checkable here") if require_all else [])
 
     def word(self, require_all: bool) -> str:
-        return "does not verify" if self.against(require_all) else "consistent"
+        """Never a stronger word than was shown: authentic takes a signer that the reader listed."""
+        if self.against(require_all):
+            return "does not verify"
+        return "consistent" if self.signer is None else "authentic"
 
 
 def command(
     target: Annotated[Path, typer.Argument(help="A run directory, or its train_receipt.json.")],
     deep: Annotated[bool, typer.Option("--deep", help="Derive rows and labels again from the data.")] = False,
+    allowed_signers: Annotated[
+        Path | None, typer.Option("--allowed-signers", help="Demand a signature of one of these keys (ssh-keygen).")
+    ] = None,
     require_all: Annotated[bool, typer.Option("--require-all", help="Fail where a file is not here.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Check every claim of a train receipt; offline, without a GPU. Exit code 1 where one fails."""
-    verdict = run(target, deep=deep)
+    verdict = run(target, deep=deep, allowed_signers=allowed_signers)
     word, against = verdict.word(require_all), verdict.against(require_all)
     if json:
         terminal.json_data(
@@ -90,6 +101,7 @@ def command(
                 "schema": "kiln.verdict.v1",
                 "verdict": word,
                 "failed_training": verdict.failed_training,
+                "signer": verdict.signer,
                 "claims": verdict.claims,
             }
         )
@@ -98,8 +110,9 @@ def command(
             terminal.data(line.line())
         if verdict.failed_training:
             terminal.data(f"the training FAILED: {printable(verdict.failed_training)}")
+        shown = f"{word} ({verdict.signer})" if word == "authentic" else word
         terminal.data(
-            f"{word}: {len(verdict.named('holds'))} claims hold, {len(verdict.named('fails'))} fail, "
+            f"{shown}: {len(verdict.named('holds'))} claims hold, {len(verdict.named('fails'))} fail, "
             f"{len(verdict.named('not checkable here'))} not checkable here, "
             f"{len(verdict.named('not checked'))} not checked"
         )
@@ -109,10 +122,12 @@ def command(
         raise KilnError("KLN103", f"{printable(target)} does not verify: {'; '.join(against[:SHOWN])}{more}")
 
 
-def run(target: Path, *, deep: bool = False) -> Verdict:
+def run(target: Path, *, deep: bool = False, allowed_signers: Path | None = None) -> Verdict:
     """Every claim, in the order of the chain. A damaged or unknown receipt is one failing claim, not an error.
 
-    ``deep``: rows, splits, tokens and labels are derived again too. Raises KilnError KLN204 where there is no receipt.
+    ``deep``: rows, splits, tokens and labels are derived again too. ``allowed_signers``: a signature by one of these
+    keys is one more claim. Raises KilnError KLN204 where there is no receipt or no list of keys, KLN301 where the
+    signature is to be checked and ssh-keygen is not installed.
     """
     path = target / RECEIPT_NAME if target.is_dir() else target
     if not path.exists():
@@ -122,8 +137,27 @@ def run(target: Path, *, deep: bool = False) -> Verdict:
     except KilnError as error:
         return Verdict([Claim("the receipt is a kiln train receipt in canonical form", "fails", error.message)])
     failed = f"{receipt.failure_reason}: {receipt.failure_message}" if receipt.status == "failed" else None
+    signature, signer = _signature_claim(path, allowed_signers)
     with Digests() as digests:
-        return Verdict(list(_Verification(path.parent, receipt, deep, digests).claims()), failed)
+        claims = [*_Verification(path.parent, receipt, deep, digests).claims(), *signature]
+    return Verdict(claims, failed, signer)
+
+
+def _signature_claim(path: Path, allowed: Path | None) -> tuple[list[Claim], str | None]:
+    """The claim about the signature, if there is one or one is asked for, and whose it is where it holds."""
+    name, beside = "the receipt is signed by an allowed signer", signature_path(path)
+    if allowed is None:
+        unchecked = Claim(name, "not checked", f"{beside.name} is here; --allowed-signers FILE says whose keys count")
+        return ([unchecked] if beside.exists() else []), None
+    if not beside.exists():
+        return [Claim(name, "fails", f"it is not signed: {beside.name} is not here")], None
+    try:
+        found = signed_by(read_bounded(path, DOCUMENT_LIMIT), beside, allowed)
+    except KilnError as error:
+        if error.code != "KLN218":
+            raise
+        return [Claim(name, "fails", error.message)], None
+    return [Claim(name, "holds", f"by {found}")], found
 
 
 class _Verification:

@@ -40,6 +40,7 @@ from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corp
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.evidence.model_card import adapter_card
 from kiln_stages.evidence.receipt_claims import LOSS_CURVE, receipt_claims
+from kiln_stages.evidence.signature import signature_path
 from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.interrupts import settle_on_signals
@@ -268,6 +269,8 @@ def move_aside(out: Path) -> Path | None:
         FS.make_directory(directory)
         if receipt.exists():  # first: a receipt must not outlive the files that it speaks of
             FS.replace(receipt, directory / RECEIPT_NAME)
+        if (signature := signature_path(receipt)).exists():
+            FS.replace(signature, directory / signature.name)
         FS.rename_directory(directory, out / target)
         FS.sync_directory(out)
     return out / target
