@@ -25,7 +25,6 @@ from kiln_cli.manifests import (
     read_successful_receipt,
     require_unchanged,
 )
-from kiln_cli.plugins import load_plugins
 from kiln_cli.receipts import FileRef, StageManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
@@ -138,7 +137,7 @@ def run_merged(run_directory: Path, target: Path) -> Merged:
     config = load_config(run_directory / "config.resolved.toml")
     from kiln_stages.training.merging import export_merged
 
-    return export_merged(run_directory, config, receipt, load_plugins(), target)
+    return export_merged(run_directory, config, receipt, target)
 
 
 def account(exported: Exported) -> str:

@@ -13,15 +13,15 @@ import typer
 
 from kiln_cli.config import LoadedConfig, load_config
 from kiln_cli.errors import KilnError
-from kiln_cli.files import open_input
+from kiln_cli.files import open_input, read_bounded
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_successful_receipt
-from kiln_cli.plugins import load_plugins
 from kiln_cli.receipts import TrainReceipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import prepared_rows
-from kiln_stages.admitting.model_files import choose_template, load_model_files
+from kiln_stages.admitting.model_files import FILE_LIMIT, load_model_files
+from kiln_stages.evidence.receipt_claims import CHAT_TEMPLATE
 from kiln_stages.labelling.rendering import ChatTemplate
 from kiln_stages.reading.sources import json_lines
 from kiln_stages.training.packages import require_train_extra
@@ -68,8 +68,9 @@ def run(
     receipt = read_successful_receipt(run_directory / RECEIPT_NAME)
     config = load_config(run_directory / "config.resolved.toml")
     files = load_model_files(config.model_dir())
-    choice = choose_template(config.run.admit.template, files, load_plugins().templates, config.base_dir)
-    template = ChatTemplate(choice.source, choice.name, files.special_tokens, config.run.admit.date)
+    source = read_bounded(run_directory / CHAT_TEMPLATE, FILE_LIMIT).decode("utf-8")  # as the rows were admitted
+    name = str(receipt.tokenizer["template"]["name"])
+    template = ChatTemplate(source, name, files.special_tokens, config.run.admit.date)
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     tools: list[Any] | None = None
     expected = None
@@ -103,7 +104,9 @@ def _answers(run: Path, config: LoadedConfig, receipt: TrainReceipt, text: str, 
     from kiln_stages.training.adapted import load_adapted
 
     model = load_adapted(run, config, receipt)
-    tokenizer = AutoTokenizer.from_pretrained(str(config.model_dir()), local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str((run / CHAT_TEMPLATE).parent), local_files_only=True, trust_remote_code=False
+    )
     batch = tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
     def write() -> str:

@@ -24,7 +24,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained({base})
-tokenizer = AutoTokenizer.from_pretrained({base})
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 model = PeftModel.from_pretrained(base, "path/to/this/directory")
 ```"""
 LOAD_MERGED = """```python
@@ -44,7 +44,7 @@ def adapter_card(receipt: TrainReceipt, steps: Sequence[Step]) -> bytes:
         _front_matter(receipt, "peft", "adapter"),
         f"# {receipt.adapter_name}",
         f"A LoRA adapter for {_base(receipt)}, trained by kiln {receipt.kiln['package_version']}.\n"
-        "It fits those weights alone, with their tokenizer and the chat template below.",
+        "It fits those weights alone, with the tokenizer and the chat template in this directory.",
         "## To load it",
         LOAD_ADAPTER.format(base=json.dumps(_hub_name(receipt) or "path/to/the/base/model")),
         *_account(receipt, steps),

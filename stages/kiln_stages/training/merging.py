@@ -14,17 +14,16 @@ import msgspec
 from kiln_cli.config import LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import flush_files, hash_file, publish_directory, read_bounded, write_file
-from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import read_corpus
-from kiln_stages.admitting.model_files import FILE_LIMIT, TOKENIZER_FILES, choose_template, load_model_files
+from kiln_stages.admitting.model_files import FILE_LIMIT
 from kiln_stages.evidence.model_card import merged_card
 from kiln_stages.training import determinism
 from kiln_stages.training.adapted import load_adapted, load_causal, logits
 from kiln_stages.training.metrics import read_steps
+from kiln_stages.training.tokenizer_copy import KINDS
 
-CHAT_TEMPLATE = "chat_template.jinja"
 PROOF_ROWS, PROOF_TOKENS = 3, 512
 # How far a merged model's logits may lie from the adapter's, relative to the largest: W + BA is rounded once to the
 # weights' dtype, where the adapter's path adds it to each activation.
@@ -64,7 +63,7 @@ class _Proof(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-def export_merged(run: Path, config: LoadedConfig, receipt: TrainReceipt, plugins: Plugins, target: Path) -> Merged:
+def export_merged(run: Path, config: LoadedConfig, receipt: TrainReceipt, target: Path) -> Merged:
     """Makes the directory, whole or not at all.
 
     Raises KilnError: KLN216 where ``target`` exists, KLN103 where the merged model's logits are not the adapter's, and
@@ -75,9 +74,7 @@ def export_merged(run: Path, config: LoadedConfig, receipt: TrainReceipt, plugin
             "KLN216", f"{printable(target)} exists; a merged model makes its directory", hint="name another"
         )
     determinism.fix(config.run.train.threads)
-    dtype, model_dir = config.run.train.dtype, config.model_dir()
-    files = load_model_files(model_dir)
-    template = choose_template(config.run.admit.template, files, plugins.templates, config.base_dir)
+    dtype, adapter = config.run.train.dtype, run / receipt.adapters["output"]["path"]
     texts = _proof_rows(run)
     model = load_adapted(run, config, receipt)
     wanted = [logits(model, text) for text in texts]
@@ -87,10 +84,8 @@ def export_merged(run: Path, config: LoadedConfig, receipt: TrainReceipt, plugin
 
     def fill(staging: Path) -> None:
         model.save_pretrained(str(staging))
-        for name in TOKENIZER_FILES:
-            if (model_dir / name).is_file() and name != CHAT_TEMPLATE:
-                write_file(staging / name, read_bounded(model_dir / name, FILE_LIMIT))
-        write_file(staging / CHAT_TEMPLATE, template.source.encode("utf-8"))
+        for name in KINDS:
+            write_file(staging / name, read_bounded(adapter / name, FILE_LIMIT))
         flush_files(staging)
         proof.append(_prove(load_causal(staging, dtype), texts, wanted, dtype))
         write_file(staging / "README.md", merged_card(receipt, steps, _words(proof[0], dtype)))
