@@ -17,7 +17,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.manifests import RECEIPT_NAME, require_unchanged
 from kiln_cli.receipts import TrainReceipt
 from kiln_cli.text import printable
-from kiln_stages.training.model import DTYPES, require_model_files
+from kiln_stages.training.model import DTYPES, attention_of, require_model_files
 from kiln_stages.training.tensors import base_model_sha256, weight_shards
 
 
@@ -51,7 +51,12 @@ def load_causal(directory: Path, dtype: str) -> Any:
     """A causal language model from a local directory: safetensors only, no code from it, no network."""
     cast(Any, disable_progress_bar)()
     return cast(Any, AutoModelForCausalLM).from_pretrained(
-        str(directory), local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=DTYPES[dtype]
+        str(directory),
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype=DTYPES[dtype],
+        attn_implementation=attention_of(directory),  # as it was trained
     )
 
 
