@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kiln_stages.admitting.contract import load_terms
+from kiln_stages.training.tokenizer_copy import write_tokenizer
 from tiny_model import CHATML, RUN, Kiln
+
+from kiln_cli import KilnError
+from kiln_cli.config import load_config
+from kiln_cli.plugins import Plugins
 
 ROWS = (
     '{"messages":[{"role":"user","content":"What is the weather?"},{"role":"assistant","content":"city 17"}]}\n'
@@ -90,6 +96,18 @@ def test_a4_a_second_stage_on_the_adapter_is_told_of_its_template(
         return
     assert f"base adapter {ADAPTER} was trained under {sha256}; what differs:" in done.err
     assert "-{{ bos_token }}" in done.err
+
+
+def test_a_template_that_is_not_the_admitted_one_is_not_written(
+    trained: Path, plugins: Plugins, tmp_path: Path
+) -> None:
+    terms = load_terms(load_config(trained / "kiln.toml"), plugins)
+    with pytest.raises(
+        KilnError, match=r"t1\.jinja changed after `kiln admit`: sha256:\w{64}, expected sha256:0"
+    ) as caught:
+        write_tokenizer(terms, {"sha256": "sha256:" + "0" * 64}, tmp_path, tmp_path)
+    assert caught.value.code == "KLN207"
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_adapter_without_a_template_is_said_to_have_none(trained: Path, kiln: Kiln, tmp_path: Path) -> None:

@@ -109,6 +109,28 @@ def test_a_watched_run_has_the_same_bits(optimizer: str, dtype: str, model_dir: 
     assert plain.adapter_tensors() == under_watch.adapter_tensors()
 
 
+def test_a_watched_run_in_segments_has_the_same_bits(model_dir: Path) -> None:
+    """Layers are computed again in the backward, and cut short there: the watch must keep its account of modules."""
+    settings = {"epochs": 2, "grad_checkpoint_segments": 1}
+    plain, under_watch = (Trainer(make_plan(model_dir, **settings, detect_anomaly=detect)) for detect in (False, True))
+    assert list(plain.steps()) == list(under_watch.steps())
+    assert plain.adapter_tensors() == under_watch.adapter_tensors()
+
+
+def test_what_is_made_when_a_segment_is_computed_again_is_named_so(model_dir: Path) -> None:
+    """A layer whose second run differs: the first one was sound."""
+
+    class Second(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() / (0.0 if torch._C._current_graph_task_id() != -1 else 1.0)
+
+    trainer = Trainer(make_plan(model_dir, detect_anomaly=True, grad_checkpoint_segments=2))
+    trainer.model.causal.get_submodule("model.layers.1.mlp").act_fn = Second()  # type: ignore[assignment]
+    message = caught_in(trainer).message
+    assert "aten.div.Tensor made" in message
+    assert "the forward of model.layers.1.mlp.act_fn, computed again in the backward" in message
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_no_family_gives_a_false_alarm(kind: str, dtype: str, tmp_path: Path) -> None:
