@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ import pytest
 from cut_runs import ROWS, RUN, admitted_project, require_equal_runs
 from kiln_stages import verify_receipt
 from kiln_stages.training.checkpoint import MANIFEST, list_checkpoints, load_checkpoint
+from slow_publishing import start
 
 from kiln_cli.files import INCOMPLETE_MARK, TEMP_PREFIX
 
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.faults
 KILLS, BEHIND_A_CHECKPOINT, IN_PUBLISHING = 100, 60, 10
 KILLS_A_RUN = 4
 EPOCHS, INTERVAL = 30, 10
-IN_START = 0.1  # share of the kills that are drawn over the time before the first step
-SLOW = Path(__file__).with_name("slow_publishing.py")
+IN_START = 0.2  # share of the kills that are drawn over the time before the first step
+SLOW_SECONDS = 0.004  # a call of the disk, where it is slow
 
 
 class Pace(NamedTuple):
@@ -72,22 +72,10 @@ class Tally:
         return self.kills >= KILLS and self.behind >= BEHIND_A_CHECKPOINT and self.publishing >= IN_PUBLISHING
 
 
-def start(slow: bool, *arguments: str | Path) -> subprocess.Popen[str]:
-    program = [str(SLOW)] if slow else ["-m", "kiln_cli.app"]
-    return subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def trained(project: Path, slow: bool) -> Pace:
     """Trains the project without a cut, in a process."""
     began = time.monotonic()
-    process = start(slow, "train", project / "kiln.toml", "--out", project / RUN)
+    process = start(SLOW_SECONDS * slow, "train", project / "kiln.toml", "--out", project / RUN)
     _wait_for_a_step(process, project / RUN)
     first = time.monotonic()
     _, errors = process.communicate(timeout=300)
@@ -146,7 +134,7 @@ def kill_and_go_on(project: Path, uncut: Uncut, slow: bool, draw: random.Random,
     run = project / RUN
     for _ in range(KILLS_A_RUN):
         debris = _unfinished(run)
-        process = start(slow, *_next_command(project))
+        process = start(SLOW_SECONDS * slow, *_next_command(project))
         killed = _killed(process, run, uncut.slow if slow else uncut.quick, draw)
         require_sound(run, uncut.project / RUN)
         if not killed:
@@ -156,7 +144,7 @@ def kill_and_go_on(project: Path, uncut: Uncut, slow: bool, draw: random.Random,
         place = "inside publishing" if publishing else "behind a checkpoint" if behind else "before a checkpoint"
         tally.add(place, behind, publishing)
     else:
-        process = start(False, *_next_command(project))
+        process = start(0, *_next_command(project))
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
     require_equal_runs(project, uncut.project)
