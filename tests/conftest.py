@@ -15,6 +15,14 @@ _KEPT = ("KILN_SHARED", "KILN_REQUIRE_SHARED")
 _FOREIGN = ("PYTEST_", "CUBLAS_", "OMP_", "KMP_", "MKL_", "TORCH", "TRITON_", "TOKENIZERS_", "CUDA_", "HF_", "_RJEM_")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of minutes run where they are asked for by ``-m faults``, whatever else ``-m`` says."""
+    if "faults" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("faults")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment() -> Iterator[None]:
     """No KILN_* variable reaches a test, and no test may leave the environment changed."""
