@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import secrets
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 from tiny_model import RUN, Kiln
 
-from kiln_cli.identity import Domain, corpus_sha256, domain_json_sha256
+from kiln_cli.identity import Domain, canonical_json, corpus_sha256, domain_json_sha256
 from kiln_cli.manifests import document
 from kiln_cli.receipts import TrainReceipt
 
@@ -415,3 +416,28 @@ def test_random_single_bit_flips_are_all_detected(mine: Path, kiln: Kiln) -> Non
             missed.append(f"{path.relative_to(run)} byte {offset} bit {bit}: {around!r}")
         path.write_bytes(data)
     assert not missed, f"seed {seed}: {len(missed)} of {FLIPS} flips pass:\n" + "\n".join(sorted(missed))
+
+
+def test_the_provenance_digest_is_that_of_the_other_fields(finished: Path) -> None:
+    """SHA-256 of the canonical JSON, without a domain."""
+    receipt = json.loads((finished / RUN / "train_receipt.json").read_bytes())
+    found = receipt["execution_provenance"]
+    digest = found.pop("provenance_sha256")
+    assert digest == "sha256:" + hashlib.sha256(canonical_json(found)).hexdigest()
+    assert found["schema"] == "kiln.execution-provenance.v1"
+    assert set(found) == {"schema", "backend", "build", "configuration", "kernels", "model", "precision"}
+    parts = ("backend", "build", "configuration", "kernels")
+    told = {name for part in parts for name in found[part]} | {"precision", "dtype"}
+    assert set(receipt["execution"]) <= told, "no field of execution is left out"
+
+
+def test_times_and_memory_of_a_training_are_outside_of_what_is_compared(finished: Path) -> None:
+    receipt = msgspec.json.decode((finished / RUN / "train_receipt.json").read_bytes(), type=TrainReceipt)
+    timings, runtime = receipt.produced["phase_timings"], receipt.produced["runtime"]
+    assert set(timings) == {"tokenize_ms", "policy_forward_ms", "backward_ms", "optimizer_ms"}
+    assert all(spent > 0 for spent in timings.values())
+    assert sum(timings.values()) <= runtime["wall_clock_ms"] + 1
+    assert runtime["peak_memory_mib"] > 10 and "peak_vram_mib" in runtime
+    content, whole = receipt.content_digest(), receipt.whole_digest()
+    receipt.produced = {}
+    assert receipt.content_digest() == content and receipt.whole_digest() != whole
