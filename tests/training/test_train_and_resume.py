@@ -158,11 +158,13 @@ def test_another_corpus_is_refused_and_fresh_moves_the_old_one_aside(run_copy: M
     ) as caught:
         train.run(config, out, plugins)
     assert caught.value.code == "KLN208" and "--fresh" in caught.value.hint
+    (out / "train_receipt.json.sig").write_bytes(b"of the old one")
     result = train.run(config, out, plugins, fresh=True)
     assert result.receipt is not None and result.receipt.steps == 15
     (aside,) = [path for path in out.iterdir() if path.name.startswith("train.")]
     assert len(aside.name) == len("train.") + 8
     assert (aside / "train_receipt.json").exists() and (aside / "adapter").is_dir()
+    assert (aside / "train_receipt.json.sig").exists() and not (out / "train_receipt.json.sig").exists()
 
 
 def test_another_config_is_refused_with_both_digests(run_copy: Made, plugins: Plugins) -> None:
