@@ -129,9 +129,9 @@ def test_verify_receipt_refuses_them_too_where_all_digests_agree(corpus: Path) -
     def read() -> object:
         digest, size = hash_file(corpus)
         ref = FileRef(path=corpus.name, base="run", kind="corpus", sha256=digest, bytes=size, rows=2)
-        return _read_rows(corpus.parent, ref)
+        return _read_rows(corpus.parent, ref, hash_file)
 
-    assert read() == ([row.row_sha256 for row in ROWS], 8, 4)
+    assert read() == ([row.row_sha256 for row in ROWS], [6, 2], [3, 1])
     DAMAGES["one label too few"][0](pl.read_parquet(corpus)).write_parquet(corpus)
     with pytest.raises(KilnError, match=r"labels of row 2 \(sha256:bbb.* are not those of label_spans") as caught:
         read()
