@@ -175,7 +175,11 @@ def _check_training(run: Path, receipt: TrainReceipt) -> str:
         "schema": "kiln.training.v1",
         "held_out_before": held_before,
     }
-    return compare("training", found, expected)
+    digest = receipt.produced.get("training_sha256")  # None: it failed before it wrote the file
+    faults = [compare("training", found, expected)]
+    if receipt.status == "success" or digest is not None:
+        faults.append(differ("sha256", hash_file(run / "train" / "training.json")[0], digest))
+    return "; ".join(filter(None, faults))
 
 
 def _check_no_others(run: Path, receipt: TrainReceipt) -> str:

@@ -377,10 +377,12 @@ def _produced(trainer: Trainer | None, inputs: Inputs, started: float) -> dict[s
             "backward_ms": spent.backward,
             "optimizer_ms": spent.optimizer,
         }
+    training = inputs.directory / TRAINING_NAME
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "base_dir": relative_base(inputs.out, inputs.config.base_dir),
         "manifest_files": manifest_files(inputs.out, inputs.admit),
+        "training_sha256": hash_file(training)[0] if training.exists() else None,
         "phase_timings": {name: round(1000 * seconds, 1) for name, seconds in phases.items()},
         "runtime": {"wall_clock_ms": round(1000 * (time.monotonic() - started)), **peak_memory_mib()},
     }
