@@ -56,6 +56,7 @@ def _rebuild_receipt(run: Path, admit_content: str) -> None:
     receipt.inputs = [_fresh(run, ref) for ref in receipt.inputs]
     receipt.previous = msgspec.structs.replace(receipt.previous, content_sha256=admit_content)
     receipt.produced["manifest_files"] = {name: hash_file(run / name)[0] for name in MANIFEST_NAMES.values()}
+    receipt.produced["training_sha256"] = hash_file(run / "train" / "training.json")[0]
     digests = {}
     for _, path in list_checkpoints(run / "train"):
         manifest = path / "checkpoint_manifest.json"
