@@ -54,7 +54,7 @@ $(MODEL)/tokenizer.json: | $(VENV)/.installed
 test: $(VENV)/.installed fetch
 	$(BIN)/python -m pytest
 
-# A quarter of an hour: every cut in a fresh process, kill -9 at random moments, random byte flips. -s shows the counts.
+# Half an hour: every cut in a fresh process, kill -9 at random moments, random byte flips. -s shows the counts.
 test-faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -m faults -s
 
