@@ -21,7 +21,7 @@ from kiln_stages.admitting.corpus import AdmittedRow, read_corpus
 from kiln_stages.evidence.claims import Unavailable
 from kiln_stages.evidence.receipt_claims import binding
 from kiln_stages.training.checkpoint import latest_checkpoint, read_checkpoint_manifest
-from kiln_stages.training.checkpoint_manifest import ABSENT, Binding, CheckpointManifest, differences, flatten
+from kiln_stages.training.checkpoint_manifest import ABSENT, Binding, binding_of, differences, flatten
 
 SPLITS = ("corpus", "heldout")
 
@@ -226,20 +226,4 @@ def _binding_of_run(run: Path) -> Binding | None:
         except Unavailable:
             pass  # it failed before there was a model
     path = latest_checkpoint(run / "train")
-    return None if path is None else _binding_of(read_checkpoint_manifest(path)[0])
-
-
-def _binding_of(manifest: CheckpointManifest) -> Binding:
-    return Binding(
-        training_kind=manifest.training_kind,
-        adapter_name=manifest.adapter_name,
-        effective_config=manifest.effective_config,
-        precision_policy=manifest.precision_policy,
-        data=manifest.data,
-        total_steps=manifest.progress.total_steps,
-        optimizer_kind=manifest.optimizer.kind,
-        optimizer_hyperparameters=manifest.optimizer.hyperparameters,
-        scheduler_state=manifest.scheduler.state,
-        rng_streams=manifest.rng_states,
-        auxiliary_state=manifest.auxiliary_state,
-    )
+    return None if path is None else binding_of(read_checkpoint_manifest(path)[0])

@@ -160,7 +160,7 @@ def manifest_faults(manifest: CheckpointManifest) -> list[str]:
 
 def differences(now: Binding, manifest: CheckpointManifest) -> list[Difference]:
     """All that differs between the checkpoint and what would be run now, in a fixed order."""
-    then_parts, now_parts = _bound_by(manifest), _bound_now(now)
+    then_parts, now_parts = _parts(binding_of(manifest)), _parts(now)
     found = []
     for part, value in then_parts.items():
         before, after = dict(flatten(part, value)), dict(flatten(part, now_parts[part]))
@@ -268,35 +268,37 @@ def _artifacts(m: CheckpointManifest) -> Checks:
     ]
 
 
-def _bound_by(manifest: CheckpointManifest) -> dict[str, Any]:
-    return {
-        "training_kind": manifest.training_kind,
-        "adapter_name": manifest.adapter_name,
-        "config": manifest.effective_config,
-        "precision": manifest.precision_policy,
-        "data": manifest.data,
-        "total_steps": manifest.progress.total_steps,
-        "optimizer.kind": manifest.optimizer.kind,
-        "optimizer": manifest.optimizer.hyperparameters,
-        "scheduler": manifest.scheduler.state,
-        "rng": {name: [stream.algorithm, stream.seed] for name, stream in manifest.rng_states.items()},
-        "bound": manifest.auxiliary_state,
-    }
+def binding_of(manifest: CheckpointManifest) -> Binding:
+    """What the run was made of that the checkpoint is of."""
+    return Binding(
+        training_kind=manifest.training_kind,
+        adapter_name=manifest.adapter_name,
+        effective_config=manifest.effective_config,
+        precision_policy=manifest.precision_policy,
+        data=manifest.data,
+        total_steps=manifest.progress.total_steps,
+        optimizer_kind=manifest.optimizer.kind,
+        optimizer_hyperparameters=manifest.optimizer.hyperparameters,
+        scheduler_state=manifest.scheduler.state,
+        rng_streams=manifest.rng_states,
+        auxiliary_state=manifest.auxiliary_state,
+    )
 
 
-def _bound_now(now: Binding) -> dict[str, Any]:
+def _parts(bound: Binding) -> dict[str, Any]:
+    """By the names that people see. A stream's position is a place in the run, and not what the run is made of."""
     return {
-        "training_kind": now.training_kind,
-        "adapter_name": now.adapter_name,
-        "config": now.effective_config,
-        "precision": now.precision_policy,
-        "data": now.data,
-        "total_steps": now.total_steps,
-        "optimizer.kind": now.optimizer_kind,
-        "optimizer": now.optimizer_hyperparameters,
-        "scheduler": now.scheduler_state,
-        "rng": {name: [stream.algorithm, stream.seed] for name, stream in now.rng_streams.items()},
-        "bound": now.auxiliary_state,
+        "training_kind": bound.training_kind,
+        "adapter_name": bound.adapter_name,
+        "config": bound.effective_config,
+        "precision": bound.precision_policy,
+        "data": bound.data,
+        "total_steps": bound.total_steps,
+        "optimizer.kind": bound.optimizer_kind,
+        "optimizer": bound.optimizer_hyperparameters,
+        "scheduler": bound.scheduler_state,
+        "rng": {name: [stream.algorithm, stream.seed] for name, stream in bound.rng_streams.items()},
+        "bound": bound.auxiliary_state,
     }
 
 
