@@ -61,6 +61,15 @@ def test_no_cut_where_another_token_could_reach_over_it(source: str, token: dict
     assert finder(with_added(source, **token)).of([PROMPT + "one", PROMPT + "other"]) == ("", [])
 
 
+def test_no_cut_where_a_token_reaches_over_it_in_another_text_alone(source: str) -> None:
+    """The first text, which is encoded whole, does not hold it."""
+    widened = with_added(source, content="\n<|im_start|>user\nq")
+    tokenizer = tokenizers.Tokenizer.from_str(widened)
+    texts = [PROMPT + "one", PROMPT + "q other"]
+    assert tokenizer.token_to_id("\n<|im_start|>user\nq") in tokenizer.encode(texts[1], add_special_tokens=False).ids
+    assert finder(widened).of(texts) == ("", [])
+
+
 def test_no_cut_where_the_token_wants_to_stand_alone(source: str) -> None:
     """A token with single_word is one at the start of a rest, and none behind a letter."""
     tokenizer = tokenizers.Tokenizer.from_str(source)
