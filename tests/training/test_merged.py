@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import stat
 from pathlib import Path
 
@@ -21,19 +20,6 @@ from kiln_cli import KilnError, app
 from kiln_cli.plugins import Plugins
 
 TEXT = list(range(3, 200))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Path:
-    config, out = admitted_run(tmp_path_factory.mktemp("merged"))
-    train.run(config, out, plugins)
-    return out
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished.parent, tmp_path / "copy")
-    return tmp_path / "copy" / "run"
 
 
 def adapted_logits(run: Path, dtype: torch.dtype) -> torch.Tensor:

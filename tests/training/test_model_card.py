@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,32 +9,17 @@ import polars as pl
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from kiln_stages import train, verify_receipt
+from kiln_stages import verify_receipt
 from kiln_stages.evidence.model_card import FORMAT, adapter_card
 from kiln_stages.training.metrics import read_steps
 from peft import PeftModel
-from training.admitted_run import admitted_run
 from transformers import AutoModelForCausalLM
 
 from kiln_cli.files import hash_file
 from kiln_cli.manifests import document, read_receipt
-from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import FileRef, TrainReceipt
 
 CLAIM = "the adapter's README.md is the card of this receipt"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Path:
-    config, out = admitted_run(tmp_path_factory.mktemp("card"))
-    train.run(config, out, plugins)
-    return out
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished.parent, tmp_path / "copy")
-    return tmp_path / "copy" / "run"
 
 
 def receipt_of(run: Path) -> TrainReceipt:
