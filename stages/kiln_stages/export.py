@@ -29,6 +29,7 @@ from kiln_cli.receipts import FileRef, StageManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.evidence.dataset_card import Split, dataset_card, shown_locator
+from kiln_stages.exported_file import ExportedFile
 from kiln_stages.training.packages import require_train_extra
 
 if TYPE_CHECKING:  # torch is imported when a model is merged
@@ -41,12 +42,6 @@ SPLITS = (
     ("heldout", "validation", "heldout_ingestion.json"),
 )
 BLOCK = 1024 * 1024
-
-
-class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    sha256: str
-    bytes: int
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import read_corpus
 from kiln_stages.admitting.model_files import FILE_LIMIT
 from kiln_stages.evidence.model_card import merged_card
+from kiln_stages.exported_file import ExportedFile
 from kiln_stages.training import determinism
 from kiln_stages.training.adapted import load_adapted, load_causal, logits
 from kiln_stages.training.metrics import read_steps
@@ -30,19 +31,13 @@ PROOF_ROWS, PROOF_TOKENS = 3, 512
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}
 
 
-class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    sha256: str
-    bytes: int
-
-
 class Merged(msgspec.Struct, frozen=True, kw_only=True):
     """``largest_difference``: of logits, relative to the largest one, over ``proof_tokens`` tokens of admitted rows."""
 
     schema: str = "kiln.merged.v1"
     directory: str
     dtype: str
-    files: list[MergedFile]
+    files: list[ExportedFile]
     largest_difference: float
     bound: float
     proof_tokens: int
@@ -130,6 +125,6 @@ def _words(proof: _Proof, dtype: str) -> str:
     )
 
 
-def _file(path: Path, target: Path) -> MergedFile:
+def _file(path: Path, target: Path) -> ExportedFile:
     sha256, size = hash_file(path)
-    return MergedFile(path=path.relative_to(target).as_posix(), sha256=sha256, bytes=size)
+    return ExportedFile(path=path.relative_to(target).as_posix(), sha256=sha256, bytes=size)
