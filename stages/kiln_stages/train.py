@@ -133,6 +133,8 @@ def _require_room(inputs: Inputs) -> None:
         ("config", found.config_sha256, wanted.config_sha256),
         ("corpus", found.corpus_sha256, wanted.corpus_sha256),
         ("base adapter", found.base_adapter_sha256, wanted.base_adapter_sha256),
+        ("base model", found.base_model_sha256, wanted.base_model_sha256),
+        ("model config.json", found.model_config_sha256, wanted.model_config_sha256),
     ):
         if old != new:
             raise KilnError(

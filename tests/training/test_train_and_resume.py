@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -173,6 +174,25 @@ def test_another_config_is_refused_with_both_digests(run_copy: Made, plugins: Pl
     with pytest.raises(KilnError, match="another config: sha256:") as caught:
         train.run(config, out, plugins)
     assert caught.value.code == "KLN208"
+
+
+@pytest.mark.parametrize(("name", "what"), [("model.safetensors", "base model"), ("config.json", "model config.json")])
+def test_a_finished_training_of_another_model_is_not_this_one(
+    run_copy: Made, plugins: Plugins, name: str, what: str
+) -> None:
+    """Only a byte that changes nothing else: of a weight, or white space."""
+    config, out = run_copy
+    file = config.model_dir() / name
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if name.endswith("safetensors") else data + b"\n")
+    with pytest.raises(KilnError, match=rf"another {re.escape(what)}: sha256:\w{{64}}, now sha256:\w{{64}}") as caught:
+        train.run(config, out, plugins)
+    assert caught.value.code == "KLN208"
+    with pytest.raises(KilnError) as caught:
+        resume.run(config, out, plugins)
+    assert caught.value.code == "KLN209"
+    result = train.run(config, out, plugins, fresh=True)
+    assert result.receipt is not None and not result.unchanged
 
 
 def test_an_unfinished_training_is_resumed_not_begun_again(run_copy: Made, plugins: Plugins) -> None:

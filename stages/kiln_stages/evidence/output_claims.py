@@ -170,6 +170,8 @@ def _check_training(run: Path, receipt: TrainReceipt) -> str:
     expected = {
         "adapter": receipt.adapter_name,
         "base_adapter_sha256": receipt.adapters["base"] and receipt.adapters["base"]["content_sha256"],
+        "base_model_sha256": receipt.model["base_weight_shards"]["sha256"],
+        "model_config_sha256": receipt.model["config_sha256"],
         "config_sha256": receipt.config_sha256,
         "corpus_sha256": receipt.previous.content_sha256,
         "schema": "kiln.training.v1",

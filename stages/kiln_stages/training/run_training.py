@@ -48,7 +48,7 @@ from kiln_stages.training.loop import StepRecord, TrainRow
 from kiln_stages.training.loss_curve import write_loss_curve
 from kiln_stages.training.metrics import read_steps
 from kiln_stages.training.smoke_test import smoke_test
-from kiln_stages.training.tensors import Shard, base_model_sha256, weight_shards
+from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256, weight_shards
 from kiln_stages.training.tokenizer_copy import write_tokenizer
 from kiln_stages.training.train_receipt import Evidence, Failure, describe, describe_failure
 from kiln_stages.training.trainer import Outcome, Plan, Trainer, train_adapter
@@ -80,6 +80,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         return Training(
             adapter=self.config.run.train.adapter,
             base_adapter_sha256=self.base_adapter and self.base_adapter.content_sha256,
+            base_model_sha256=base_model_sha256(self.shards),
+            model_config_sha256=model_config_sha256(self.config.model_dir()),
             config_sha256=self.config.sha256(*TRAIN_SECTIONS),
             corpus_sha256=self.admit.content_sha256,
             held_out_before=held_out_before,
@@ -214,8 +216,6 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
     receipt = read_receipt(path)
     if receipt.status != "success" or not _is_of(receipt, inputs):
         return None
-    if receipt.adapters["base"] != (inputs.base_adapter and inputs.base_adapter.in_receipt()):
-        return None
     for ref in receipt.outputs:
         output = inputs.out / ref.path
         if not output.is_file() or hash_file(output) != (ref.sha256, ref.bytes):
@@ -231,8 +231,18 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
 
 def _is_of(receipt: TrainReceipt, inputs: Inputs) -> bool:
     """Whether a receipt is of the training that these inputs are for."""
-    same = receipt.config_sha256, receipt.previous.content_sha256
-    return same == (inputs.config.sha256(*TRAIN_SECTIONS), inputs.admit.content_sha256)
+    wanted, model = inputs.training(), receipt.model
+    return receipt.adapters["base"] == (inputs.base_adapter and inputs.base_adapter.in_receipt()) and (
+        wanted.config_sha256,
+        wanted.corpus_sha256,
+        wanted.base_model_sha256,
+        wanted.model_config_sha256,
+    ) == (
+        receipt.config_sha256,
+        receipt.previous.content_sha256,
+        model["base_weight_shards"]["sha256"],
+        model["config_sha256"],
+    )
 
 
 def _read_if_readable(path: Path) -> TrainReceipt | None:

@@ -110,6 +110,11 @@ def weight_shards(model: Path, digest: Callable[[Path], tuple[str, int]] = hash_
     return shards
 
 
+def model_config_sha256(model: Path) -> str:
+    """``sha256:`` digest of a model directory's ``config.json``. Raises KilnError KLN204 where it is not there."""
+    return "sha256:" + hash_file(model / "config.json")[0]
+
+
 def base_model_sha256(shards: Iterable[Shard]) -> str:
     """``sha256:`` identity of base weights by content: renaming a shard does not change it."""
     records = sorted((bytes.fromhex(shard.sha256.removeprefix("sha256:")), shard.size_bytes) for shard in shards)

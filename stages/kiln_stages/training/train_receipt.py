@@ -32,7 +32,7 @@ from kiln_stages.training.lora_norms import delta_norms, grad_norms
 from kiln_stages.training.metrics import loss_log_sha256, read_steps
 from kiln_stages.training.order import times_trained
 from kiln_stages.training.provenance import execution_provenance
-from kiln_stages.training.tensors import Shard, base_model_sha256
+from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256
 from kiln_stages.training.trainer import Adapter, Trainer
 
 
@@ -150,7 +150,7 @@ def _model(evidence: Evidence) -> dict[str, Any]:
             "shards": [shard._asdict() for shard in evidence.shards],
             "total_bytes": sum(shard.size_bytes for shard in evidence.shards),
         },
-        "config_sha256": "sha256:" + hash_file(evidence.config.model_dir() / "config.json")[0],
+        "config_sha256": model_config_sha256(evidence.config.model_dir()),
         "id": model.id or base,
         "path": model.path,
     }

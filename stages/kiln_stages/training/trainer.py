@@ -17,7 +17,7 @@ import torch
 from kiln_cli.config import TrainConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import LossFunction
-from kiln_cli.files import hash_file, write_file
+from kiln_cli.files import write_file
 from kiln_cli.identity import canonical_json
 from kiln_stages.training import determinism
 from kiln_stages.training.anomaly import watched
@@ -45,7 +45,7 @@ from kiln_stages.training.model import attention_of, load_language_model
 from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
 from kiln_stages.training.order import epoch_order, place
 from kiln_stages.training.phases import PhaseSeconds
-from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors
+from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors, model_config_sha256
 from kiln_stages.training.training_file import HeldOutLoss
 from kiln_stages.training.written_adapter import require_written
 
@@ -246,7 +246,7 @@ class Trainer:
                 "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
                 "loop_state_type": STATE_TYPE,
                 "lora": {"alpha": shape.alpha, "rank": shape.rank, "target_modules": list(shape.target_modules)},
-                "model_config_sha256": "sha256:" + hash_file(plan.model_dir / "config.json")[0],
+                "model_config_sha256": model_config_sha256(plan.model_dir),
                 **plan.identities,
             },
         )

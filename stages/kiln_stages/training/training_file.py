@@ -31,6 +31,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     schema: str = TRAINING_SCHEMA
     adapter: str
     base_adapter_sha256: str | None = None  # content_sha256 of its tensors
+    base_model_sha256: str  # of the weights
+    model_config_sha256: str  # of its config.json
     config_sha256: str
     corpus_sha256: str  # content_sha256 of admit_manifest.json
     held_out_before: HeldOutLoss | None
