@@ -253,6 +253,11 @@ def test_what_refuses_to_begin_leaves_no_receipt(made: Made, plugins: Plugins, m
     with pytest.raises(KilnError) as caught:
         resume.run(other, out, plugins)
     assert caught.value.code == "KLN209"
+    log = out / "train" / "metrics.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"loss":', b'"loss":1', 1))
+    with pytest.raises(KilnError) as caught:
+        resume.run(config, out, plugins)
+    assert caught.value.code == "KLN207"
     assert (out / "train_receipt.json").read_bytes() == before
 
 

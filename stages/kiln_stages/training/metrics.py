@@ -89,23 +89,26 @@ def loss_log_sha256(steps: Iterable[Step]) -> str:
 def begin_log(path: Path, losses: Sequence[float] = ()) -> AppendLog:
     """Opens the log with just the lines of the first ``len(losses)`` steps; those must be there, with these losses.
 
-    Later lines, whole or torn, go: they are about to be written again. Raises KilnError KLN207 where the log and the
-    losses disagree.
+    Later lines, whole or torn, go: they are about to be written again. Raises KilnError KLN207 as :func:`kept_lines`.
     """
-    kept: list[bytes] = []
-    if losses:
-        kept = _whole_lines(path)[: len(losses)]
-        logged = [_loss_of(line, step) for step, line in enumerate(kept, start=1)]
-        if logged != list(losses):
-            unequal = (step for step, pair in enumerate(zip(logged, losses, strict=False)) if pair[0] != pair[1])
-            raise KilnError(
-                "KLN207",
-                f"{printable(path)} does not hold the losses of the checkpoint: "
-                f"they agree for {next(unequal, len(logged))} of {len(losses)} steps",
-                hint="restore the file, resume from an older checkpoint, or train again with --fresh",
-            )
+    kept = kept_lines(path, losses)
     write_file(path, b"".join(line + b"\n" for line in kept))
     return AppendLog(path)
+
+
+def kept_lines(path: Path, losses: Sequence[float]) -> list[bytes]:
+    """The lines of the first ``len(losses)`` steps. Raises KilnError KLN207 where the log and the losses disagree."""
+    kept = _whole_lines(path)[: len(losses)] if losses else []
+    logged = [_loss_of(line, step) for step, line in enumerate(kept, start=1)]
+    if logged != list(losses):
+        unequal = (step for step, pair in enumerate(zip(logged, losses, strict=False)) if pair[0] != pair[1])
+        raise KilnError(
+            "KLN207",
+            f"{printable(path)} does not hold the losses of the checkpoint: "
+            f"they agree for {next(unequal, len(logged))} of {len(losses)} steps",
+            hint="restore the file, resume from an older checkpoint, or train again with --fresh",
+        )
+    return kept
 
 
 def _whole_lines(path: Path) -> list[bytes]:

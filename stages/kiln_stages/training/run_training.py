@@ -39,14 +39,14 @@ from kiln_stages.admitting.contract import Terms, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.evidence.model_card import adapter_card
-from kiln_stages.evidence.receipt_claims import LOSS_CURVE, receipt_claims
+from kiln_stages.evidence.receipt_claims import LOSS_CURVE, LOSS_LOG, receipt_claims
 from kiln_stages.evidence.signature import signature_path
 from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.interrupts import settle_on_signals
 from kiln_stages.training.loop import StepRecord, TrainRow
 from kiln_stages.training.loss_curve import write_loss_curve
-from kiln_stages.training.metrics import read_steps
+from kiln_stages.training.metrics import kept_lines, read_steps
 from kiln_stages.training.smoke_test import smoke_test
 from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256, weight_shards
 from kiln_stages.training.tokenizer_copy import write_tokenizer
@@ -291,6 +291,7 @@ def run_steps(
 ) -> tuple[Outcome, int | None]:
     """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
     total, done = trainer.plan.total_steps, trainer.state.global_step
+    kept_lines(inputs.out / LOSS_LOG, trainer.state.loss_history)  # or nothing begins, and nothing goes
     discard_failed_receipt(inputs.out)
     with settle_on_signals() as stop, progress.task("train", total, "steps", done) as task:
         speed = Speed()
@@ -342,7 +343,7 @@ def finish(
     receipt = describe(trainer, inputs.evidence(), adapter, held)
     if prompts := inputs.config.run.train.smoke_prompts:
         receipt.adapter_smoke_test = smoke_test(trainer.model, adapter.path, inputs.config.model_dir(), prompts)
-    card = adapter_card(receipt, read_steps(inputs.directory / "metrics.jsonl"))
+    card = adapter_card(receipt, read_steps(inputs.out / LOSS_LOG))
     receipt.outputs.append(reference(write_file(adapter.path / "README.md", card), inputs.out, "model_card"))
     if curve is not None:
         receipt.outputs.append(reference(curve, inputs.out, "loss_curve"))
