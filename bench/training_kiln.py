@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def make_trainer(arguments: argparse.Namespace) -> Any:
-    from kiln_stages.training.run_training import read_inputs
+    from kiln_stages.training.inputs import read_inputs
     from kiln_stages.training.trainer import Trainer
 
     from kiln_cli.config import load_config

@@ -16,10 +16,10 @@ from unittest.mock import patch
 from kiln_stages import train
 from kiln_stages.training import loop
 from kiln_stages.training.checkpoint import MANIFEST, latest_checkpoint, load_checkpoint
+from kiln_stages.training.inputs import read_inputs
 from kiln_stages.training.loop import StepRecord
 from kiln_stages.training.lora import store
 from kiln_stages.training.optimizers import export_state
-from kiln_stages.training.run_training import read_inputs
 from kiln_stages.training.tensors import StoredTensor
 from kiln_stages.training.trainer import Plan, Trainer, train_adapter
 from training.admitted_run import admitted_run

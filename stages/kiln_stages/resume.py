@@ -72,7 +72,8 @@ def run(
     require_train_extra("kiln resume")
     from kiln_stages.training.checkpoint import list_checkpoints
     from kiln_stages.training.failures import recorded
-    from kiln_stages.training.run_training import TrainResult, finish, finished, read_inputs, run_steps
+    from kiln_stages.training.inputs import read_inputs
+    from kiln_stages.training.run_training import TrainResult, finish, finished, run_steps
     from kiln_stages.training.trainer import Trainer, require_no_later
     from kiln_stages.training.training_file import read_training
 
@@ -118,8 +119,8 @@ def run_proof(
     KLN215 as :func:`kiln_stages.training.replay.replay` and :func:`run` do.
     """
     require_train_extra("kiln resume")
+    from kiln_stages.training.inputs import read_inputs
     from kiln_stages.training.replay import replay
-    from kiln_stages.training.run_training import read_inputs
 
     inputs = read_inputs(config, out, plugins, progress)
     return replay(inputs.plan(), inputs.directory, _choose(inputs.directory, checkpoint, out), steps, progress)

@@ -20,7 +20,8 @@ from kiln_stages.training.packages import require_train_extra
 
 if TYPE_CHECKING:  # torch is imported when a training begins, not when `kiln --help` looks at this module
     from kiln_stages.training.dry_run import DryRun
-    from kiln_stages.training.run_training import Inputs, TrainResult
+    from kiln_stages.training.inputs import Inputs
+    from kiln_stages.training.run_training import TrainResult
 
 
 def command(
@@ -77,13 +78,13 @@ def run(
     started = time.monotonic()
     require_train_extra("kiln train")
     from kiln_stages.training.failures import recorded
+    from kiln_stages.training.inputs import read_inputs
     from kiln_stages.training.run_training import (
         TrainResult,
         finish,
         finished,
         held_out_loss,
         move_aside,
-        read_inputs,
         run_steps,
     )
     from kiln_stages.training.trainer import Trainer
@@ -113,7 +114,7 @@ def preview(config: LoadedConfig, out: Path, plugins: Plugins, *, progress: Prog
     inputs, model, loss and memory."""
     require_train_extra("kiln train --dry-run")
     from kiln_stages.training.dry_run import dry_run
-    from kiln_stages.training.run_training import read_inputs
+    from kiln_stages.training.inputs import read_inputs
 
     inputs = read_inputs(config, out, plugins, progress)
     return dry_run(inputs.plan(), inputs.held_out)

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 import torch
 from cut_runs import RUN, admitted_project, cut_in_process
-from kiln_stages.training import run_training
+from kiln_stages.training import inputs
 from safetensors.numpy import load_file, save_file
 from tiny_model import Kiln
 
@@ -106,7 +106,7 @@ def torch_version(project: Path, monkeypatch: pytest.MonkeyPatch, kiln: Kiln) ->
 
 
 def kiln_version(project: Path, monkeypatch: pytest.MonkeyPatch, kiln: Kiln) -> None:
-    monkeypatch.setattr(run_training, "version", lambda: "9.9")
+    monkeypatch.setattr(inputs, "version", lambda: "9.9")
 
 
 # In this order they can all be made: those that run stages again come first, edits of the run's config behind them.

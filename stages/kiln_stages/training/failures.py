@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kiln_cli.errors import KilnError
 from kiln_cli.text import printable
-from kiln_stages.training.run_training import Inputs, write_failure
+from kiln_stages.training.inputs import Inputs
+from kiln_stages.training.run_training import write_failure
 from kiln_stages.training.train_receipt import Failure
 from kiln_stages.training.trainer import Outcome, Trainer
 

@@ -18,7 +18,7 @@ from kiln_stages.admitting.corpus import read_corpus
 from kiln_stages.admitting.recheck import RECEIPTS
 from kiln_stages.training.checkpoint import Checkpoint
 from kiln_stages.training.checkpoint_manifest import Difference, differences, refuse
-from kiln_stages.training.run_training import Inputs, read_base, train_row
+from kiln_stages.training.inputs import Inputs, read_base, train_row
 from kiln_stages.training.tensors import weight_shards
 from kiln_stages.training.trainer import Trainer
 
