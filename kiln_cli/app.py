@@ -66,7 +66,11 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class Commands(TyperGroup):
-    """Commands by name, imported on demand: ``kiln --help`` loads no torch, no transformers and no polars."""
+    """Commands by name, imported on demand: ``kiln --help`` loads no torch, no transformers and no polars.
+
+    A module has ``command``. One with several verbs (``kiln dataset add``) has ``VERBS`` too, their functions by name;
+    its ``command`` then holds what they share.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -80,7 +84,11 @@ class Commands(TyperGroup):
             raise KilnError("KLN201", f"no such command: {printable(cmd_name)!r}", hint=hint)
         module = importlib.import_module(COMMANDS[cmd_name])
         single = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
-        single.command(cmd_name)(module.command)
+        verbs: dict[str, Any] = getattr(module, "VERBS", {})
+        if verbs:
+            single.callback()(module.command)
+        for verb, command in verbs.items() or [(cmd_name, module.command)]:
+            single.command(verb)(command)
         return get_command(single)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -121,12 +121,16 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
 
 class AdmitConfig(Section, frozen=True, kw_only=True):
-    """``file``: chat rows to admit, in place of the run's prepared ones; ``source`` names their shape and ``map`` gives
-    fields of another one (field = path). ``strict`` refuses rows with fields that change nothing; ``compat`` reads rows
+    """``file``: chat rows to admit, in place of the run's prepared ones; ``dataset``: those of a split of a named data
+    set in ``registry``, or ``corrections:active``. ``source`` names their shape and ``map`` gives fields of another one
+    (field = path). ``strict`` refuses rows with fields that change nothing; ``compat`` reads rows
     as the public Kiln server does. ``template``: "model" (the model's own), a registered name, or a path.
     ``max_tokens``: the model's positions if not given. ``date``: what a template that asks for the date is told."""
 
     file: NonEmpty | None = None
+    dataset: NonEmpty | None = None
+    dataset_split: Literal["train", "validation", "holdout"] = "train"
+    registry: NonEmpty = ".kiln"
     source: NonEmpty = "auto"
     map: dict[NonEmpty, NonEmpty] = {}
     strict: bool = False
@@ -141,6 +145,8 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     date: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
 
     def faults(self) -> Iterable[CrossFault]:
+        if self.file is not None and self.dataset is not None:
+            yield CrossFault(("file", "dataset"), "file and dataset exclude each other")
         if self.map and self.source != "auto":
             yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
         if self.compat is not None and (self.map or self.source not in ("auto", "messages")):

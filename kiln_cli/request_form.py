@@ -19,6 +19,8 @@ from kiln_cli.strict_json import type_name
 # For each key of a request the key of the config, both dotted.
 KEYS = {
     "dataset_path": "admit.file",
+    "dataset": "admit.dataset",
+    "dataset_split": "admit.dataset_split",
     "config.invalid_row_policy": "admit.invalid_row_policy",
     "config.training_profile": "train.profile",
     "config.output_name": "train.adapter",
@@ -41,11 +43,11 @@ KEYS = {
 }
 # Of the keys that this version refuses, those that only a request has. ``refused_keys.py`` has the others.
 REFUSED = {
-    "dataset_split": "named datasets are not built in this version",
     "post_eval": "not built in this version",
 }
 _SOURCES = ("examples", "dataset_path", "dataset")
-_TOP = (*_SOURCES, "config")
+_OF_ROWS = ("dataset_path", "dataset", "dataset_split")
+_TOP = (*_SOURCES, "dataset_split", "config")
 # Keys whose default the server writes as null.
 _NULLABLE = (
     *_SOURCES,
@@ -83,13 +85,11 @@ def is_request(value: Mapping[str, Any]) -> bool:
 def read_request(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
     """The config that a request stands for; ``refused`` as for ``sections.decode``.
 
-    Raises KilnError KLN211 for a named dataset and for a request that is one for distillation.
+    Raises KilnError KLN211 for a request that is one for distillation.
     """
     config = value.get("config", {})
     if any(key in table for table in (value, config) if isinstance(table, dict) for key in _OF_OPD):
         raise not_built("on-policy distillation (a request with teacher or training_mode)")
-    if value.get("dataset") is not None:
-        raise not_built("training on a named dataset", "give dataset_path, a file of rows")
     reasons = {**refused, **REFUSED}
     ignored: list[str] = []
     faults = [unknown_key(key, _TOP, "", reasons) for key in _given(value, "", ignored) if key not in _TOP]
@@ -100,8 +100,11 @@ def read_request(value: Mapping[str, Any], refused: Mapping[str, str]) -> Reques
     if examples is not None and not isinstance(examples, list):
         faults.append(f"examples must be an array of rows, found {type_name(examples)}")
     settings: dict[str, Any] = {}
-    if value.get("dataset_path") is not None:
-        _set(settings, KEYS["dataset_path"], value["dataset_path"])
+    if value.get("dataset_split") is not None and value.get("dataset") is None:
+        faults.append("dataset_split is for dataset, which is not given")
+    for key in _OF_ROWS:
+        if value.get(key) is not None:
+            _set(settings, KEYS[key], value[key])
     if isinstance(config, dict):
         _read_config(config, settings, reasons, faults, ignored)
     else:

@@ -29,7 +29,8 @@ from kiln_stages.admitting import fingerprint
 from kiln_stages.admitting.base_template import compare_with_base
 from kiln_stages.admitting.contract import build_contract, load_terms
 from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
-from kiln_stages.admitting.inputs import Given, given_texts, given_values, open_inputs, rows_details
+from kiln_stages.admitting.given import Given, given_texts, given_values, named_rows
+from kiln_stages.admitting.inputs import open_inputs, rows_details
 from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, worker_count
 from kiln_stages.admitting.recheck import RECEIPTS
 from kiln_stages.admitting.special_tokens import require_markers
@@ -103,7 +104,7 @@ def run(
     """
     started = time.monotonic()
     rows = config.examples if rows is None else rows
-    given = rows if rows is None or isinstance(rows, Given) else given_values(rows)
+    given = named_rows(config) if rows is None else rows if isinstance(rows, Given) else given_values(rows)
     terms = load_terms(config, plugins)
     with run_lock(out, "kiln admit"), ExitStack() as stack:
         known = None if given is not None else fingerprint.of_inputs(config, out, plugins, terms)

@@ -184,21 +184,26 @@ def test_examples_and_a_file_exclude_each_other(refuse: Callable[..., KilnError]
     assert faults(refuse({"examples": []}, "admit.file=a")) == ["examples and admit.file exclude each other"]
 
 
-def test_a_named_dataset_is_refused_by_name(refuse: Callable[..., KilnError]) -> None:
-    error = refuse({"dataset": "mine", "dataset_split": "train", "config": {}})
-    assert error.code == "KLN211"
-    assert "named dataset" in error.message
+def test_a_named_dataset_and_its_split_are_keys_of_admit(load: Load) -> None:
+    found = load({"dataset": "mine", "dataset_split": "holdout"}).run.admit
+    assert (found.file, found.dataset, found.dataset_split) == (None, "mine", "holdout")
+    assert load({"dataset": "mine"}).run.admit.dataset_split == "train"
 
 
-@pytest.mark.parametrize("key", ["dataset_split", "post_eval"])
-def test_keys_of_the_request_that_are_not_built(refuse: Callable[..., KilnError], key: str) -> None:
-    assert faults(refuse({**request(), key: "x"})) == [f"{key} is refused: {REFUSED[key]}"]
+def test_a_split_goes_with_a_named_dataset(refuse: Callable[..., KilnError]) -> None:
+    assert faults(refuse({**request(), "dataset_split": "train"})) == [
+        "dataset_split is for dataset, which is not given"
+    ]
+
+
+def test_a_key_of_the_request_that_is_not_built(refuse: Callable[..., KilnError]) -> None:
+    assert faults(refuse({**request(), "post_eval": "x"})) == [f"post_eval is refused: {REFUSED['post_eval']}"]
 
 
 READ = {key.removeprefix("config.") for key in KEYS}
 
 
-@pytest.mark.parametrize("key", sorted({*REFUSED, *REFUSED_KEYS} - {"dataset_split", "post_eval"} - READ))
+@pytest.mark.parametrize("key", sorted({*REFUSED, *REFUSED_KEYS} - {"post_eval"} - READ))
 def test_keys_of_the_settings_that_are_not_built(refuse: Callable[..., KilnError], key: str) -> None:
     reason = {**REFUSED_KEYS, **REFUSED}[key]
     assert faults(refuse(request(**{key: True}))) == [f"config.{key} is refused: {reason}"]

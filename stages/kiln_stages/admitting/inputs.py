@@ -1,7 +1,7 @@
-"""Which rows a run admits, and from where: the splits that prepare wrote, a file, or rows that were handed over.
+"""Which rows a run admits, and from where: the splits that prepare wrote, a file, or rows that were given.
 
-A file that can be read again leaves its path; rows that were handed over (``--row``, standard input, a Python call)
-are copied into the run as ``admit/rows.jsonl``. Either way :func:`open_again` finds the same rows later.
+A file that can be read again leaves its path; given rows (``given.py``) are copied into the run as
+``admit/rows.jsonl``. Either way :func:`open_again` finds the same rows later.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Any
 
 import msgspec
 
-from kiln_cli import strict_json
-from kiln_cli.compat_json import require_json
 from kiln_cli.config import AdmitConfig, LoadedConfig
-from kiln_cli.errors import KilnError, RowFault
+from kiln_cli.errors import KilnError
 from kiln_cli.extensions import Source
 from kiln_cli.files import open_input
-from kiln_cli.identity import canonical_json
 from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_cli.records import Record
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract
+from kiln_stages.admitting.given import Given
 from kiln_stages.admitting.incoming import IncomingRow, chat_rows, prepared_rows
 from kiln_stages.admitting.pipeline import RowsInput, input_reference
 from kiln_stages.reading.mapping import mapped_source
@@ -36,44 +34,6 @@ from kiln_stages.reading.transports import Plain, open_plain, spool_records, spo
 KEPT_ROWS = "admit/rows.jsonl"
 # The splits that are admitted, and what they become; test.jsonl is left for evaluation.
 SPLITS = {"corpus": "data/train.jsonl", "heldout": "data/validation.jsonl"}
-
-
-class Given(msgspec.Struct, frozen=True):
-    """Rows that were handed over: texts of one JSON value each, or standard input (None)."""
-
-    texts: tuple[bytes, ...] | None
-
-
-def given_texts(texts: Iterable[str], settings: AdmitConfig) -> Given:
-    """Rows as JSON texts. Raises KilnError KLN204 where one is no JSON: then it is no row that could be refused."""
-    return Given(tuple(_one_line(text, number, settings) for number, text in enumerate(texts, start=1)))
-
-
-def _one_line(text: str, number: int, settings: AdmitConfig) -> bytes:
-    row = text.encode("utf-8", "surrogateescape").strip()
-    try:
-        if settings.compat is None:
-            value = strict_json.parse(row)
-            return canonical_json(value) if b"\n" in row else row
-        require_json(row)
-        return row.replace(b"\n", b" ")  # in JSON a raw line end is white space
-    except (strict_json.JsonFault, RowFault) as fault:
-        raise KilnError(
-            "KLN204", f"row {number} is no JSON: {printable(fault.detail)}", hint="one JSON object a --row"
-        ) from None
-
-
-def given_values(values: Iterable[Any]) -> Given:
-    """Rows as Python values. Raises KilnError KLN204 where one has no JSON form."""
-    rows = []
-    for number, value in enumerate(values, start=1):
-        try:
-            rows.append(canonical_json(value))
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise KilnError(
-                "KLN204", f"row {number} has no JSON form: {printable(error)}", hint="rows are dicts as in JSON lines"
-            ) from None
-    return Given(tuple(rows))
 
 
 def open_inputs(
@@ -90,7 +50,7 @@ def open_inputs(
     if settings.file is not None:
         path = config.resolve(settings.file)
         plain, choice = stack.enter_context(open_rows(path, _wanted(settings), plugins.sources, "chat", out))
-        return [_chat_input("dataset_path", settings, plain, choice.source, path=settings.file)]
+        return [_chat_input(settings, plain, choice.source, path=settings.file)]
     return _prepared(out, contract, stack)
 
 
@@ -102,11 +62,12 @@ def open_again(
     Raises KilnError as :func:`open_inputs` does, and KLN207 where a file is not what the manifest says.
     """
     rows = manifest.details["rows"]
-    if rows["from"] == "inline":
+    if rows["from"] not in ("prepared", "file"):
         plain = stack.enter_context(open_plain(out / KEPT_ROWS, out))
         plain = msgspec.structs.replace(plain, elements=rows["elements"])
         source = mapped_source(config.run.admit.map) if config.run.admit.map else plugins.sources.get(rows["shape"])
-        inputs = [_chat_input("inline", config.run.admit, plain, source, path=KEPT_ROWS, base="run")]
+        given = Given(None, source=rows["from"], locator=rows.get("locator"), provenance=rows.get("provenance"))
+        inputs = [_chat_input(config.run.admit, plain, source, path=KEPT_ROWS, base="run", given=given)]
     else:
         if config.run.admit.file is not None and not config.run.admit.map:
             config = config.replace("admit", source=rows["shape"])
@@ -126,9 +87,18 @@ def open_again(
 def rows_details(inputs: list[RowsInput]) -> dict[str, Any]:
     """What the manifest says of the rows, enough to open them again."""
     first = inputs[0]
-    kinds = {"inline": "inline", "dataset_path": "file"}
-    kind = "prepared" if first.ref is not None else kinds[first.receipt_source]
-    return {"from": kind, "shape": first.shape, "packing": first.plain.packing, "elements": first.plain.elements}
+    kind = "prepared" if first.ref is not None else "file" if first.given is None else first.given.source
+    found: dict[str, Any] = {
+        "from": kind,
+        "shape": first.shape,
+        "packing": first.plain.packing,
+        "elements": first.plain.elements,
+    }
+    if first.given is not None and first.given.locator is not None:
+        found["locator"] = first.given.locator
+    if first.given is not None and first.given.provenance is not None:
+        found["provenance"] = first.given.provenance
+    return found
 
 
 def _prepared(out: Path, contract: Contract, stack: ExitStack) -> list[RowsInput]:
@@ -167,7 +137,7 @@ def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Pat
         if choice.source.read is not None:
             plain = stack.enter_context(spool_records(choice.source, plain, out))
     plain = msgspec.structs.replace(plain, places=None)  # a row's place is the one in the copy
-    return _chat_input("inline", settings, plain, choice.source, path=KEPT_ROWS, base="run", handed_over=True)
+    return _chat_input(settings, plain, choice.source, path=KEPT_ROWS, base="run", given=given, handed_over=True)
 
 
 def _wanted(settings: AdmitConfig) -> str | Source:
@@ -178,13 +148,13 @@ def _wanted(settings: AdmitConfig) -> str | Source:
 
 
 def _chat_input(
-    receipt_source: str,
     settings: AdmitConfig,
     plain: Plain,
     source: Source,
     *,
     path: str,
     base: str = "config",
+    given: Given | None = None,
     handed_over: bool = False,
 ) -> RowsInput:
     def rows(records: Iterable[Record]) -> Iterator[IncomingRow]:
@@ -192,13 +162,14 @@ def _chat_input(
 
     return RowsInput(
         split="corpus",
-        receipt_source=receipt_source,
-        locator=path if receipt_source == "dataset_path" else None,
+        receipt_source="dataset_path" if given is None else given.source,
+        locator=path if given is None else given.locator,
         plain=plain,
         rows=rows,
         path=path,
         base=base,
         shape=source.name,
         source_reasons=source.reasons,
+        given=given,
         handed_over=handed_over,
     )

@@ -20,6 +20,7 @@ from kiln_cli.records import Record
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import Admission, RejectedDetail
 from kiln_stages.admitting.corpus import PackedRow
+from kiln_stages.admitting.given import Given
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.reading.ranges import Range, hash_stream, open_range, ranges
 from kiln_stages.reading.sources import json_lines
@@ -34,7 +35,7 @@ class RowsInput(msgspec.Struct, frozen=True, kw_only=True):
     the ingestion receipt says of where it came from. ``rows``: how its records become rows; ``shape``: the source's
     name. ``ref``: what an earlier manifest says of the file; ``path`` and ``base``: how this stage's own names it.
 
-    ``handed_over``: the rows cannot be read again, so they are copied to ``path``.
+    ``given``: where rows that lie in no file come from. ``handed_over``: they are yet to be copied to ``path``.
     """
 
     split: str
@@ -47,6 +48,7 @@ class RowsInput(msgspec.Struct, frozen=True, kw_only=True):
     shape: str | None = None
     ref: FileRef | None = None
     source_reasons: tuple[str, ...] = ()
+    given: Given | None = None
     handed_over: bool = False
 
 
