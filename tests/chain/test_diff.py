@@ -50,9 +50,23 @@ def test_another_seed_moves_rows_between_splits(admitted: Path, copy_of: Copy, k
     for row in rows["moved"]:
         assert row["a"] and row["b"]
     assert any(row["a"].split()[0] != row["b"].split()[0] for row in rows["moved"])
+    between = {frozenset((row["a"].split()[0], row["b"].split()[0])) for row in rows["moved"]}
+    assert frozenset(("test", "corpus")) in between
     swapped = diff(kiln, other, admitted)["rows"]
     assert {row["row_sha256"] for row in rows["added"]} == {row["row_sha256"] for row in swapped["removed"]}
     assert rows["added"] and all(row["a"] == "" for row in rows["added"])
+
+
+def test_rows_of_the_test_split_are_counted_as_they_were_written(admitted: Path, copy_of: Copy, kiln: Kiln) -> None:
+    other = copy_of(admitted)
+    splits = [other / RUN / "data" / f"{name}.jsonl" for name in ("train", "validation", "test")]
+    counts = [len(path.read_text().splitlines()) for path in splits]
+    rejected = len((other / RUN / "admit" / "rejected.jsonl").read_text().splitlines())
+    assert counts[2] > 0
+    assert diff(kiln, admitted, other)["rows"]["same"] == sum(counts) - rejected
+    splits[2].write_text("")
+    done = kiln("diff", admitted / RUN, other / RUN)
+    assert done.code == 2 and "KLN207" in done.err and "test.jsonl" in done.err
 
 
 def test_a_cap_removes_rows_and_moves_no_other(admitted: Path, copy_of: Copy, kiln: Kiln) -> None:

@@ -1,29 +1,35 @@
 """What tells two runs apart: rows, their places and labels, settings, versions, and whether one can go on as the other.
 
 A row is known by its hash, and a hash that stands more than once by its turn. Rows of one split that stand in another
-order are those outside a longest run of rows that kept theirs: taking one row out moves no other.
+order are those outside a longest run of rows that kept theirs: taking one row out moves no other. The test split is
+not admitted: its rows have the hash that admission would give them, and no tokens.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kiln_cli.config import load_config
-from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt
-from kiln_cli.receipts import TrainReceipt
+from kiln_cli.files import open_input
+from kiln_cli.lines import LineReader
+from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt, require_unchanged
+from kiln_cli.receipts import StageManifest, TrainReceipt
 from kiln_stages.admitting.corpus import AdmittedRow, read_corpus
+from kiln_stages.admitting.incoming import prepared_rows
 from kiln_stages.evidence.claims import Unavailable
 from kiln_stages.evidence.receipt_claims import binding
+from kiln_stages.reading.sources import json_lines
 from kiln_stages.training.checkpoint import latest_checkpoint, read_checkpoint_manifest
 from kiln_stages.training.checkpoint_manifest import ABSENT, Binding, binding_of, differences, flatten
 
-SPLITS = ("corpus", "heldout")
+SPLITS = ("corpus", "heldout", "test")
+TEST_ROWS = "data/test.jsonl"
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -35,7 +41,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class RowChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A row and where it stands: ``corpus 3`` is the third admitted row; "" where it does not stand. ``what``: what of
+    """A row and where it stands: ``corpus 3`` is the third admitted row, ``test 3`` the third of the test split; ""
+    where it does not stand. ``what``: what of
     a row in both runs differs."""
 
     row_sha256: str
@@ -82,7 +89,9 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
 class _Placed(NamedTuple):
     split: str
     place: int  # from 1
-    row: AdmittedRow
+    row_sha256: str
+    example_id: str | None
+    row: AdmittedRow | None  # None in the test split
 
     def text(self) -> str:
         return f"{self.split} {self.place}"
@@ -92,7 +101,8 @@ _Key = tuple[str, int]
 
 
 def rows_between(left: Path, right: Path) -> RowsDiff:
-    """The admitted rows of two runs. Raises KilnError KLN206 where a run is not admitted or its corpus is damaged."""
+    """The rows of two runs. Raises KilnError KLN206 where a run is not admitted or its corpus is damaged, KLN207 where
+    its test split changed."""
     a, b = _placed(left), _placed(right)
     common = [key for key in a if key in b]
     out_of_order = {key for split in SPLITS for key in _moved_within(split, common, a, b)}
@@ -139,14 +149,27 @@ def _placed(run: Path) -> dict[_Key, _Placed]:
     admit = read_manifest(run, "admit")
     seen: Counter[str] = Counter()
     found: dict[_Key, _Placed] = {}
-    for split in SPLITS:
-        name = f"admit/{split}.parquet"
-        if name not in [ref.path for ref in admit.outputs]:
-            continue
-        for place, row in enumerate(read_corpus(run / name), start=1):
-            found[row.row_sha256, seen[row.row_sha256]] = _Placed(split, place, row)
-            seen[row.row_sha256] += 1
+    for placed in [*_admitted_rows(run, admit), *_test_rows(run, admit)]:
+        found[placed.row_sha256, seen[placed.row_sha256]] = placed
+        seen[placed.row_sha256] += 1
     return found
+
+
+def _admitted_rows(run: Path, admit: StageManifest) -> Iterator[_Placed]:
+    for ref in admit.outputs:
+        if ref.kind in SPLITS:
+            for place, row in enumerate(read_corpus(run / ref.path), start=1):
+                yield _Placed(ref.kind, place, row.row_sha256, row.example_id, row)
+
+
+def _test_rows(run: Path, admit: StageManifest) -> Iterator[_Placed]:
+    if admit.previous is None:  # rows of a file have no splits
+        return
+    require_unchanged(read_manifest(run, "prepare").output(TEST_ROWS), run / TEST_ROWS, "data_manifest.json")
+    with open_input(run / TEST_ROWS) as stream:
+        rows = prepared_rows(json_lines(LineReader(stream, hashed=False)), admit.details["tools"]["mode"])
+        for place, row in enumerate(rows, start=1):
+            yield _Placed("test", place, row.sha256(), row.example_id, None)
 
 
 def _moved_within(split: str, common: list[_Key], a: dict[_Key, _Placed], b: dict[_Key, _Placed]) -> set[_Key]:
@@ -174,14 +197,17 @@ def _longest_rise(numbers: list[int]) -> set[int]:
     return found
 
 
-def _changed(a: AdmittedRow, b: AdmittedRow) -> str:
+def _changed(a: AdmittedRow | None, b: AdmittedRow | None) -> str:
+    if a is None or b is None:
+        return ""
     if a.input_ids != b.input_ids:
         return f"tokens: {len(a.input_ids)}, now {len(b.input_ids)}; trained on {a.supervised}, now {b.supervised}"
     return "" if a.label_spans == b.label_spans else f"labels: trained on {a.label_spans}, now {b.label_spans}"
 
 
 def _row_change(a: _Placed | None, b: _Placed | None, what: str = "") -> RowChange:
-    row = (a or b).row  # type: ignore[union-attr]  # a row stands somewhere
+    row = a or b
+    assert row is not None, "a row stands somewhere"
     return RowChange(
         row_sha256=row.row_sha256,
         example_id=row.example_id,
