@@ -15,6 +15,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 import pluggy
 import pytest
+from kiln_stages.evidence import words
+from kiln_stages.evidence.claims import Status
 
 import kiln_cli
 from kiln_cli import hookspecs
@@ -438,3 +440,13 @@ def test_unknown_names_are_refused_with_an_error_of_the_catalogue() -> None:
     with pytest.raises(KilnError) as unknown:
         Registry("template", [(Owner("a", "1"), template)]).get("y")
     assert unknown.value.code == "KLN212"
+
+
+def test_the_words_of_a_verdict_are_explained_and_what_is_not_promised_is_on_the_page() -> None:
+    assert set(words.STATUSES) == set(get_args(Status))
+    text = " ".join(page("docs/artifacts.md").split())
+    for promise in words.NOT_PROMISED:
+        assert f"- {promise}" in text
+        assert promise in words.explanation()
+    for word in words.VERDICTS:
+        assert f"  {word}: " in words.explanation()

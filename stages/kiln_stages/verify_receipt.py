@@ -55,6 +55,7 @@ from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.evidence.signature import signature_path
 from kiln_stages.evidence.signature import signer as signed_by
+from kiln_stages.evidence.words import explanation
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
 from kiln_stages.training.order import times_trained
 from kiln_stages.training.tensors import base_model_sha256, weight_files, weight_shards
@@ -83,6 +84,12 @@ class Verdict(msgspec.Struct, frozen=True):
         return "consistent" if self.signer is None else "authentic"
 
 
+def _explain(wanted: bool) -> None:
+    if wanted:
+        terminal.data(explanation())
+        raise typer.Exit()
+
+
 def command(
     target: Annotated[Path, typer.Argument(help="A run directory, or its train_receipt.json.")],
     deep: Annotated[bool, typer.Option("--deep", help="Derive rows and labels again from the data.")] = False,
@@ -91,6 +98,9 @@ def command(
     ] = None,
     require_all: Annotated[bool, typer.Option("--require-all", help="Fail where a file is not here.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", callback=_explain, is_eager=True, help="Say what the words mean, and stop.")
+    ] = False,
 ) -> None:
     """Check every claim of a train receipt; offline, without a GPU. Exit code 1 where one fails."""
     verdict = run(target, deep=deep, allowed_signers=allowed_signers)
