@@ -344,6 +344,12 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
     def resolve(self, path: str) -> Path:
         return Path(os.path.normpath(self.base_dir / path))
 
+    def counted_from_base(self, path: Path) -> str:
+        """A path of the command line, which counts from the working directory, as this config would write it."""
+        if path.is_absolute() or self.base_dir == Path():
+            return str(path)
+        return os.path.relpath(path, self.base_dir)
+
     def replace(self, section: str, **settings: Any) -> LoadedConfig:
         """The same config with other settings in one section."""
         changed = msgspec.structs.replace(getattr(self.run, section), **settings)

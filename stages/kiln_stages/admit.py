@@ -6,7 +6,6 @@ rows that are handed over (``--row``, standard input, ``run(rows=...)``). All me
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -191,17 +190,10 @@ def _config(
     if path is None and model is None and loaded.run.model.path is None:
         raise KilnError("KLN201", "--model is missing", hint="name a Hugging Face model directory")
     if file is not None:
-        loaded = loaded.replace("admit", file=_from_base(file, loaded))
+        loaded = loaded.replace("admit", file=loaded.counted_from_base(file))
     if model is not None:
-        loaded = loaded.replace("model", path=_from_base(model, loaded))
+        loaded = loaded.replace("model", path=loaded.counted_from_base(model))
     return loaded
-
-
-def _from_base(path: Path, config: LoadedConfig) -> str:
-    """A path of the command line as one of the config, whose paths count from its own directory."""
-    if path.is_absolute() or config.base_dir == Path():
-        return str(path)
-    return os.path.relpath(path, config.base_dir)
 
 
 def _admit(

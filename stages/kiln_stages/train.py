@@ -28,6 +28,9 @@ def command(
     config: Annotated[Path, typer.Argument(help="The run config (TOML or JSON).")],
     out: Annotated[Path, typer.Option("--out", help="The run directory, with what `kiln admit` wrote.")],
     fresh: Annotated[bool, typer.Option("--fresh", help="Move another training of the run aside.")] = False,
+    base_adapter: Annotated[
+        Path | None, typer.Option("--base-adapter", metavar="DIR", help="Begin with this adapter's values.")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Try 3 steps, tell time and memory, write nothing.")] = False,
     assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
     keep_last: Annotated[
@@ -37,6 +40,8 @@ def command(
 ) -> None:
     """Train a LoRA adapter on the admitted rows, one conversation a step."""
     loaded = load_config(config, assignments or ())
+    if base_adapter is not None:
+        loaded = loaded.replace("train", base_adapter=loaded.counted_from_base(base_adapter))
     for text in loaded.run.train.warnings():
         terminal.warn(text)
     if dry:
@@ -46,6 +51,7 @@ def command(
         else:
             terminal.data(estimate.account())
         settings = "".join(f" --set {shlex.quote(text)}" for text in assignments or ())
+        settings += f" --base-adapter {shlex.quote(str(base_adapter))}" if base_adapter is not None else ""
         terminal.say(f"next: kiln train {shlex.quote(str(config))} --out {shlex.quote(str(out))}{settings}")
         return
     result = run(loaded, out, load_plugins(), fresh=fresh, keep_last=keep_last, progress=terminal)

@@ -36,6 +36,7 @@ from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import CONTEXT_LABEL, row_whose_labels_differ
 from kiln_stages.admitting.model_files import tokenizer_identity
+from kiln_stages.evidence.chain_claims import chain_claims
 from kiln_stages.evidence.claims import (
     NOT_CHECKED,
     Claim,
@@ -197,6 +198,7 @@ class _Verification:
         yield claim("base model weights are the ones trained on", self._check_base_model)
         yield claim("the model's config.json is the one trained on", self._check_model_config)
         yield from output_claims(self.run, self.receipt, self.digests)
+        yield from chain_claims(self.run, self.receipt)
 
     def _read_ahead(self) -> None:
         """Begins to hash what the claims will ask for, the largest first, as far as receipt and manifests name it."""

@@ -19,10 +19,11 @@ from training.tiny_models import make_plan
 
 from kiln_cli import KilnError
 from kiln_cli.config import LoadedConfig, load_config
-from kiln_cli.manifests import read_receipt
+from kiln_cli.manifests import document, read_receipt
 from kiln_cli.plugins import Plugins
 
 Edit = Callable[[Path], None]
+LINK = "the base adapter is that of the training of run/train_receipt.json"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,9 @@ def test_the_base_adapter_is_in_receipt_checkpoint_and_training_file(project: Pa
     train.run(load(project), out, plugins)
     base = read_base_adapter(project / "run" / "train" / "adapter", "run/train/adapter")
     receipt = read_receipt(out / "train_receipt.json")
-    assert receipt.adapters["base"] == base.in_receipt()
+    made_by = read_receipt(project / "run" / "train_receipt.json")
+    link = {"path": "run/train_receipt.json", "content_sha256": made_by.content_sha256}
+    assert receipt.adapters["base"] == {**base.in_receipt(), "receipt": link}
     assert receipt.hyperparameters["init"] == "base_adapter"
     assert json.loads((out / "train" / "training.json").read_bytes())["base_adapter_sha256"] == base.content_sha256
     for _, path in list_checkpoints(out / "train"):
@@ -74,12 +77,66 @@ def test_the_base_adapter_is_in_receipt_checkpoint_and_training_file(project: Pa
     verdict = verify_receipt.run(out)
     assert verdict.named("fails") == []
     assert "the base adapter is the one begun with" in [claim.name for claim in verdict.claims]
+    assert LINK in verdict.named("holds")
     assert train.run(load(project), out, plugins).unchanged
+
+
+def test_an_adapter_without_a_receipt_is_no_link(project: Path, plugins: Plugins) -> None:
+    shutil.copytree(project / "run" / "train" / "adapter", project / "alone")
+    out = project / "second"
+    train.run(load(project, "train.base_adapter=alone"), out, plugins)
+    assert read_receipt(out / "train_receipt.json").adapters["base"]["receipt"] is None
+    verdict = verify_receipt.run(out)
+    assert verdict.named("fails") == []
+    assert not [one for one in verdict.claims if one.name.startswith("the base adapter is that of")]
+
+
+def test_an_adapter_that_is_not_its_receipts_is_refused(project: Path, plugins: Plugins) -> None:
+    _edit_tensors(lambda one: one._replace(data=bytes(len(one.data))), keep_receipt=True)(
+        project / "run" / "train" / "adapter"
+    )
+    with pytest.raises(KilnError, match=r"is not the one of its train_receipt\.json: ") as caught:
+        train.run(load(project), project / "second", plugins)
+    assert caught.value.code == "KLN207"
+
+
+def test_the_link_is_walked_back(project: Path, plugins: Plugins) -> None:
+    """A third training on top of the second; then the first one's receipt is changed, and then it is gone."""
+    shutil.copytree(project / "second", project / "third")
+    train.run(load(project), project / "second", plugins)
+    train.run(load(project, "train.base_adapter=second/train/adapter"), project / "third", plugins)
+    links = [LINK.replace("run/", "second/"), LINK]
+    held = verify_receipt.run(project / "third").named("holds")
+    assert [name for name in held if name.startswith("the base adapter is that of")] == links
+    path = project / "run" / "train_receipt.json"
+    receipt = read_receipt(path)
+    receipt.adapter_name = "other"
+    receipt.seal()
+    path.write_bytes(document(receipt))
+    assert verify_receipt.run(project / "third").named("fails") == [LINK]
+    path.unlink()
+    verdict = verify_receipt.run(project / "third")
+    assert verdict.named("fails") == [] and verdict.named("not checkable here") == [LINK]
+
+
+def test_a_receipt_that_was_made_again_is_another_base(project: Path, plugins: Plugins) -> None:
+    """The same tensors from a training that says something else: the finished run names the old one, and is refused."""
+    train.run(load(project), project / "second", plugins)
+    path = project / "run" / "train_receipt.json"
+    receipt = read_receipt(path)
+    receipt.token_counts["context_tokens"] += 1
+    receipt.seal()
+    path.write_bytes(document(receipt))
+    with pytest.raises(KilnError, match="holds this training, unfinished"):
+        train.run(load(project), project / "second", plugins)
+    path.unlink()
+    assert train.run(load(project), project / "second", plugins).unchanged
 
 
 def test_another_base_adapter_is_another_training(project: Path, plugins: Plugins) -> None:
     out = project / "second"
     train.run(load(project), out, plugins)
+    # Its receipt goes, too: beside it, other tensors are refused before they are compared.
     _edit_tensors(lambda one: one._replace(data=bytes(len(one.data) - 1) + b"\1"))(
         project / "run" / "train" / "adapter"
     )
@@ -113,13 +170,15 @@ def _edit_config(**changes: Any) -> Edit:
     return edit
 
 
-def _edit_tensors(change: Callable[[StoredTensor], StoredTensor | None]) -> Edit:
-    """Changes the first tensor; None takes it away."""
+def _edit_tensors(change: Callable[[StoredTensor], StoredTensor | None], *, keep_receipt: bool = False) -> Edit:
+    """Changes the first tensor; None takes it away. The receipt that vouches for the adapter goes unless it is kept."""
 
     def edit(adapter: Path) -> None:
         one, *rest = tensors_of(adapter)
         changed = change(one)
         (adapter / MODEL).write_bytes(encode_tensors([*([changed] if changed else []), *rest]))
+        if not keep_receipt:
+            (adapter.parents[1] / "train_receipt.json").unlink()
 
     return edit
 

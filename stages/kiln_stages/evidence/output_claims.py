@@ -110,7 +110,8 @@ def _check_base_adapter(run: Path, receipt: TrainReceipt) -> str:
     directory = run / str(receipt.produced.get("base_dir", ".")) / str(expected["path"])
     for name in (BASE_CONFIG, BASE_MODEL):
         require(directory / name)
-    return compare("adapters.base", read_base_adapter(directory, expected["path"]).in_receipt(), expected)
+    found = read_base_adapter(directory, expected["path"]).in_receipt()
+    return compare("adapters.base", found | {"receipt": expected["receipt"]}, expected)
 
 
 def _check_adapter_config(run: Path, receipt: TrainReceipt) -> str:

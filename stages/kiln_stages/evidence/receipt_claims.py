@@ -19,6 +19,7 @@ from kiln_cli.plugins import DISTRIBUTION
 from kiln_cli.receipts import FAILURE_REASONS, TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, claim, compare, differ
+from kiln_stages.training.base_adapter import receipt_path
 from kiln_stages.training.checkpoint import checkpoint_name
 from kiln_stages.training.checkpoint_manifest import (
     ABSENT,
@@ -404,7 +405,10 @@ def _base_adapter(receipt: TrainReceipt) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = receipt.adapters["base"] or {}
     digests = ("adapter_model_bytes", "adapter_model_sha256", "content_sha256")
-    return {"path": path, **{name: found.get(name) for name in digests}}
+    link = found.get("receipt")
+    if link is not None:
+        link = {"content_sha256": link["content_sha256"], "path": receipt_path(path)}
+    return {"path": path, "receipt": link, **{name: found.get(name) for name in digests}}
 
 
 def _check_smoke_test(receipt: TrainReceipt) -> str:

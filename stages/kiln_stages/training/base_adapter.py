@@ -1,24 +1,31 @@
 """``[train] base_adapter``: an adapter in PEFT's layout whose values a training begins with, in place of fresh ones.
 
 It must be what the training will write: LoRA of the same rank and scale, on the same layers, with tensors of the same
-names, shapes and dtypes. Nothing is converted; whatever differs is named.
+names, shapes and dtypes. Nothing is converted; whatever differs is named. Of an adapter that lies in the run that made
+it, the run's receipt is named too (:func:`with_its_receipt`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.identity import sha256_hex
+from kiln_cli.manifests import RECEIPT_NAME, read_successful_receipt
+from kiln_cli.receipts import ManifestRef
 from kiln_cli.text import printable
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, read_tensors
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT, MODEL_LIMIT = 1 << 24, 1 << 40
+OF_A_RUN = ("train", "adapter")  # where a training leaves its adapter
 SHOWN = 20  # differing tensors named in the message; the error's details have them all
 # Settings of PEFT's LoRA that change what an adapter computes, and the value that plain LoRA has.
 PLAIN: dict[str, Any] = {
@@ -50,6 +57,7 @@ class BaseAdapter(NamedTuple):
     content_sha256: str
     file_sha256: str  # hex, of adapter_model.safetensors
     file_bytes: int
+    receipt: ManifestRef | None = None  # of the training that made it, where that is known
 
     def in_receipt(self) -> dict[str, Any]:
         """Its entry under ``adapters.base``."""
@@ -58,6 +66,7 @@ class BaseAdapter(NamedTuple):
             "adapter_model_sha256": self.file_sha256,
             "content_sha256": self.content_sha256,
             "path": self.path,
+            "receipt": None if self.receipt is None else msgspec.to_builtins(self.receipt),
         }
 
 
@@ -85,6 +94,35 @@ def read_base_adapter(directory: Path, path: str) -> BaseAdapter:
     data = read_bounded(directory / MODEL, MODEL_LIMIT)
     tensors = read_tensors(data, str(directory / MODEL))
     return BaseAdapter(path, settings, tensors, adapter_content_sha256(tensors), sha256_hex(data), len(data))
+
+
+def receipt_path(path: str) -> str | None:
+    """Where the receipt lies that speaks of the adapter at ``path``: two directories above ``train/adapter``.
+
+    None for an adapter that lies anywhere else.
+    """
+    adapter = Path(os.path.normpath(path))
+    return str(adapter.parents[1] / RECEIPT_NAME) if adapter.parts[-2:] == OF_A_RUN else None
+
+
+def with_its_receipt(base: BaseAdapter, directory: Path) -> BaseAdapter:
+    """The adapter, and the receipt of the training that made it if that is there.
+
+    Raises KilnError KLN206 where that receipt is damaged or of a training that failed, KLN207 where it speaks of other
+    tensors: then nothing vouches for the adapter, though something seems to.
+    """
+    named, found = receipt_path(base.path), receipt_path(str(directory))
+    if named is None or found is None or not Path(found).exists():
+        return base
+    receipt = read_successful_receipt(Path(found))
+    if (vouched := receipt.adapters["output"]["content_sha256"]) != base.content_sha256:
+        raise KilnError(
+            "KLN207",
+            f"the base adapter {printable(base.path)} is not the one of its {RECEIPT_NAME}: its tensors are "
+            f"{base.content_sha256}, the receipt says {printable(vouched)}",
+            hint="restore the adapter, or copy it to a directory of its own if it was changed on purpose",
+        )
+    return base._replace(receipt=ManifestRef(path=named, content_sha256=receipt.content_digest()))
 
 
 def require_fit(base: BaseAdapter, expected: Iterable[StoredTensor], rank: int, alpha: float) -> None:

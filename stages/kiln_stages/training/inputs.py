@@ -17,7 +17,7 @@ from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Terms, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
-from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter
+from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter, with_its_receipt
 from kiln_stages.training.loop import TrainRow
 from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256, weight_shards
 from kiln_stages.training.train_receipt import Evidence
@@ -129,8 +129,12 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
 
 
 def read_base(config: LoadedConfig) -> BaseAdapter | None:
+    """The base adapter that the config names, and the receipt behind it. Raises KilnError as the two readers do."""
     path = config.run.train.base_adapter
-    return None if path is None else read_base_adapter(config.resolve(path), path)
+    if path is None:
+        return None
+    directory = config.resolve(path)
+    return with_its_receipt(read_base_adapter(directory, path), directory)
 
 
 def train_row(row: AdmittedRow) -> TrainRow:

@@ -32,6 +32,7 @@ from kiln_cli.text import printable
 from kiln_stages.evidence.model_card import adapter_card
 from kiln_stages.evidence.receipt_claims import LOSS_CURVE, LOSS_LOG, receipt_claims
 from kiln_stages.evidence.signature import signature_path
+from kiln_stages.training.base_adapter import BaseAdapter
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.inputs import Inputs
 from kiln_stages.training.interrupts import settle_on_signals
@@ -119,7 +120,7 @@ def finished(inputs: Inputs) -> TrainReceipt | None:
 def _is_of(receipt: TrainReceipt, inputs: Inputs) -> bool:
     """Whether a receipt is of the training that these inputs are for."""
     wanted, model = inputs.training(), receipt.model
-    return receipt.adapters["base"] == (inputs.base_adapter and inputs.base_adapter.in_receipt()) and (
+    return _same_base(receipt.adapters["base"], inputs.base_adapter) and (
         wanted.config_sha256,
         wanted.corpus_sha256,
         wanted.base_model_sha256,
@@ -130,6 +131,14 @@ def _is_of(receipt: TrainReceipt, inputs: Inputs) -> bool:
         model["base_weight_shards"]["sha256"],
         model["config_sha256"],
     )
+
+
+def _same_base(told: dict[str, Any] | None, base: BaseAdapter | None) -> bool:
+    """The same adapter, and not another receipt behind it; one that is gone meanwhile is no other one."""
+    if told is None or base is None:
+        return told is None and base is None
+    here = base.in_receipt()
+    return told == (here if base.receipt is not None else here | {"receipt": told["receipt"]})
 
 
 def _read_if_readable(path: Path) -> TrainReceipt | None:
