@@ -26,6 +26,7 @@ class Domain(StrEnum):
     SFT_RAW_ROW = "kiln.sft-raw-row.v1"
     SFT_KEPT_CORPUS = "kiln.sft-kept-corpus.v1"
     BASE_MODEL_CONTENT = "kiln.base-model-content.v1"
+    TOKENIZER_VOCAB = "kiln.tokenizer-vocab.v1"
     # Ours.
     SFT_EXTENDED_ROW = "kiln-cli.sft-extended-row.v1"
     RAW_ELEMENT = "kiln-cli.raw-element.v1"

@@ -1,0 +1,1 @@
+"""Distillation from scored rows: who scored them, how they are scored, admitted and read."""
