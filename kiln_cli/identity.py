@@ -39,6 +39,8 @@ class Domain(StrEnum):
     RECEIPT_CONTENT = "kiln-cli.receipt-content.v1"
     ADAPTER_CONTENT = "kiln-cli.adapter-content.v1"
     ADMITTED_CORPUS = "kiln-cli.admitted-corpus.v2"
+    SCORED_ROW = "kiln-cli.scored-row.v1"
+    SCORED_CORPUS = "kiln-cli.scored-corpus.v1"
     LOSS_LOG = "kiln-cli.loss-log.v1"
     TOOL_PROMPT_TEXT = "kiln-cli.tool-prompt-text.v1"
 

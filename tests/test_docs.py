@@ -346,6 +346,7 @@ def test_every_domain_is_listed(domain: Domain) -> None:
 def test_every_field_of_evidence_is_listed() -> None:
     from kiln_stages.admitting.admission import RejectedDetail
     from kiln_stages.admitting.corpus import COLUMNS
+    from kiln_stages.distilling.rows import COLUMNS as SCORED_COLUMNS
 
     from kiln_cli import receipts
     from kiln_cli.records import PreparedExample
@@ -367,7 +368,7 @@ def test_every_field_of_evidence_is_listed() -> None:
         PreparedExample,
         RejectedDetail,
     )
-    names = {field for struct in structs for field in struct.__struct_fields__} | set(COLUMNS)
+    names = {field for struct in structs for field in struct.__struct_fields__} | {*COLUMNS, *SCORED_COLUMNS}
     assert not sorted(name for name in names if f"`{name}`" not in text)
 
 

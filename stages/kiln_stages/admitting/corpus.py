@@ -9,8 +9,6 @@ token's id, else -100). The last two say the same in two ways; who reads the fil
 from __future__ import annotations
 
 import io
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kiln_cli.errors import KilnError
-from kiln_cli.files import FS, TEMP_PREFIX, AtomicFile, open_input, writing
+from kiln_cli.files import AtomicFile, open_input
 from kiln_cli.identity import Domain, domain_hasher, length_prefixed
 from kiln_cli.text import printable
-from kiln_stages.frames import import_polars
+from kiln_stages.admitting.packed_numbers import INT32_BYTES, int32_lists, pack_int32, unpack_int32
+from kiln_stages.admitting.parts_writer import PartsWriter
 
 if TYPE_CHECKING:
     import polars as pl
@@ -30,9 +29,8 @@ PART_ROWS = 1024
 GROUP_ROWS = 4096  # rows in a row group: what a reader must hold at once
 CORPUS_SCHEMA = "kiln.admitted-corpus.v1"
 COLUMNS = ("row_index", "line", "example_id", "row_sha256", "input_ids", "label_spans", "labels")
-_INT32 = 4
 CONTEXT_LABEL = -100  # what torch's cross entropy leaves out unless told otherwise, and so Transformers and TRL
-_CONTEXT = CONTEXT_LABEL.to_bytes(_INT32, "little", signed=True)
+_CONTEXT = CONTEXT_LABEL.to_bytes(INT32_BYTES, "little", signed=True)
 
 
 class AdmittedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +68,10 @@ class PackedRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def tokens(self) -> int:
-        return len(self.input_ids) // _INT32
+        return len(self.input_ids) // INT32_BYTES
 
     def edges(self) -> list[int]:
-        return _numbers(self.label_spans)
+        return unpack_int32(self.label_spans)
 
     @property
     def supervised(self) -> int:
@@ -85,7 +83,7 @@ class PackedRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         labels = bytearray(_CONTEXT * self.tokens)
         edges = self.edges()
         for start, end in zip(edges[::2], edges[1::2], strict=True):
-            labels[start * _INT32 : end * _INT32] = self.input_ids[start * _INT32 : end * _INT32]
+            labels[start * INT32_BYTES : end * INT32_BYTES] = self.input_ids[start * INT32_BYTES : end * INT32_BYTES]
         return bytes(labels)
 
     def unpacked(self) -> AdmittedRow:
@@ -95,7 +93,7 @@ class PackedRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             line=self.line,
             example_id=self.example_id,
             row_sha256=self.row_sha256,
-            input_ids=_numbers(self.input_ids),
+            input_ids=unpack_int32(self.input_ids),
             label_spans=list(zip(edges[::2], edges[1::2], strict=True)),
         )
 
@@ -106,23 +104,9 @@ def packed(row: AdmittedRow) -> PackedRow:
         line=row.line,
         example_id=row.example_id,
         row_sha256=row.row_sha256,
-        input_ids=_int32(row.input_ids),
-        label_spans=_int32([edge for span in row.label_spans for edge in span]),
+        input_ids=pack_int32(row.input_ids),
+        label_spans=pack_int32([edge for span in row.label_spans for edge in span]),
     )
-
-
-def _int32(numbers: Sequence[int]) -> bytes:
-    values = array("i", numbers)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _numbers(data: bytes) -> list[int]:
-    values = array("i", data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tolist()
 
 
 class AdmittedDigest:
@@ -148,63 +132,14 @@ def admitted_sha256(rows: Iterable[AdmittedRow]) -> str:
     return digest.text()
 
 
-class CorpusWriter:
-    """Writes a corpus row by row in bounded memory. Use as a context manager; afterwards ``file`` describes it.
+class CorpusWriter(PartsWriter[PackedRow]):
+    """Writes a corpus row by row in bounded memory. Use as a context manager; afterwards ``file`` describes it."""
 
-    Every ``PART_ROWS`` rows become a part on disk; at the end the parts are joined. So the bytes depend on the rows
-    alone, and a failure leaves what was there before. Raises KilnError KLN402 where the disk refuses.
-    """
+    part_rows = PART_ROWS
+    group_rows = GROUP_ROWS
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: list[PackedRow] = []
-        self._parts: list[Path] = []
-        self._scratch = path.parent / f"{TEMP_PREFIX}{path.stem}"  # swept, if this process is killed, by the next one
-        self.file: AtomicFile | None = None
-
-    def __enter__(self) -> CorpusWriter:
-        import_polars()
-        with writing(self._path):
-            FS.make_directory(self._scratch)
-        return self
-
-    def write(self, row: PackedRow) -> None:
-        self._rows.append(row)
-        if len(self._rows) == PART_ROWS:
-            self._write_part()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                if self._rows or not self._parts:
-                    self._write_part()
-                self.file = self._join()
-        finally:
-            with writing(self._path):
-                FS.remove_tree(self._scratch)
-
-    def _write_part(self) -> None:
-        part = self._scratch / f"{len(self._parts):08d}.arrow"
-        with writing(part):
-            _frame(self._rows).write_ipc(part)
-        self._parts.append(part)
-        self._rows = []
-
-    def _join(self) -> AtomicFile:
-        import polars as pl
-
-        joined = self._scratch / "joined.parquet"
-        with writing(joined):
-            try:
-                pl.scan_ipc(self._parts).sink_parquet(
-                    joined, compression="zstd", statistics=False, row_group_size=GROUP_ROWS, maintain_order=True
-                )
-            except pl.exceptions.PolarsError as error:  # here polars tells of a full disk in terms of its own
-                raise OSError(str(error)) from error
-        with AtomicFile(self._path) as out, open_input(joined) as stream:
-            while block := stream.read(1024 * 1024):
-                out.write(block)
-        return out
+    def frame(self, rows: Sequence[PackedRow]) -> pl.DataFrame:
+        return _frame(rows)
 
 
 def write_corpus(path: Path, rows: Iterable[AdmittedRow]) -> AtomicFile:
@@ -224,25 +159,11 @@ def _frame(rows: Sequence[PackedRow]) -> pl.DataFrame:
         "line": [row.line for row in rows],
         "example_id": [row.example_id for row in rows],
         "row_sha256": [row.row_sha256 for row in rows],
-        "input_ids": _lists([row.input_ids for row in rows]),
-        "label_spans": _lists([row.label_spans for row in rows]),
-        "labels": _lists([row.labels() for row in rows]),
+        "input_ids": int32_lists([row.input_ids for row in rows]),
+        "label_spans": int32_lists([row.label_spans for row in rows]),
+        "labels": int32_lists([row.labels() for row in rows]),
     }
     return pl.DataFrame(columns, schema=_schema())
-
-
-def _lists(parts: list[bytes]) -> pl.Series:
-    """A column of lists of int32 from their bytes: one long list, cut. Far cheaper than list by list."""
-    import polars as pl
-
-    if not any(parts):
-        return pl.Series([[] for _ in parts], dtype=pl.List(pl.Int32))
-    lengths = pl.Series("length", [len(part) // _INT32 for part in parts], dtype=pl.Int64)
-    whole = pl.Series([b"".join(parts)]).bin.reinterpret(
-        dtype=pl.Array(pl.Int32, int(lengths.sum())), endianness="little"
-    )
-    places = pl.DataFrame([(lengths.cum_sum() - lengths).alias("start"), lengths])
-    return places.select(pl.lit(whole.arr.to_list()).list.slice("start", "length").alias("values")).to_series()
 
 
 def _schema() -> dict[str, Any]:
