@@ -19,6 +19,7 @@ import tomli_w
 from msgspec import Meta
 
 from kiln_cli import strict_json
+from kiln_cli.distillation import DistillConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
@@ -32,7 +33,9 @@ SCHEMA = "kiln.config.v1"
 # What a stage reads of a config; its evidence holds the digest of these sections.
 PREPARE_SECTIONS = ("project", "datasets", "data")
 ADMIT_SECTIONS = ("model", "admit")
+DISTILL_SECTIONS = ("model", "admit", "distill")  # of the admission of a scored corpus
 TRAIN_SECTIONS = ("project", "model", "train")
+SCORED_WHOLE = "a scored corpus is one file of one shape, admitted whole or not at all"
 SIZE_LIMIT = 4 * 1024 * 1024
 
 Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
@@ -125,8 +128,11 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     set in ``registry``, or ``corrections:active``. ``source`` names their shape and ``map`` gives fields of another one
     (field = path). ``strict`` refuses rows with fields that change nothing; ``compat`` reads rows
     as the public Kiln server does. ``template``: "model" (the model's own), a registered name, or a path.
-    ``max_tokens``: the model's positions if not given. ``date``: what a template that asks for the date is told."""
+    ``max_tokens``: the model's positions if not given. ``date``: what a template that asks for the date is told.
+    ``kind``: "sft" for conversations, "opd" for a corpus that a teacher scored, "auto": opd where ``file`` begins with
+    a teacher's manifest line."""
 
+    kind: Literal["auto", "sft", "opd"] = "auto"
     file: NonEmpty | None = None
     dataset: NonEmpty | None = None
     dataset_split: Literal["train", "validation", "holdout"] = "train"
@@ -151,8 +157,23 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
             yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
         if self.compat is not None and (self.map or self.source not in ("auto", "messages")):
             yield CrossFault(("compat", "map", "source"), "compat reads rows of messages alone")
+        if self.kind == "opd":
+            yield from self._scored_faults()
         if self.compat is not None and self.tools == "native":
             yield CrossFault(("compat", "tools"), "compat has no field for tools; leave out tools = 'native'")
+
+    def _scored_faults(self) -> Iterable[CrossFault]:
+        """What a scored corpus, which has one shape and is admitted whole, has no use for."""
+        for name, only in (
+            ("dataset", None),
+            ("source", "auto"),
+            ("map", {}),
+            ("strict", False),
+            ("compat", None),
+            ("invalid_row_policy", "fail"),
+        ):
+            if (found := getattr(self, name)) != only:
+                yield CrossFault((name, "kind"), f"{name} = {found!r} is not for kind = 'opd': {SCORED_WHOLE}")
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
@@ -306,6 +327,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     datasets: list[DatasetConfig] = []
     data: DataConfig = DataConfig()
     admit: AdmitConfig = AdmitConfig()
+    distill: DistillConfig = DistillConfig()
     train: TrainConfig = TrainConfig()
 
     def faults(self) -> Iterable[CrossFault]:
@@ -427,8 +449,8 @@ def _load_request(path: Path, text: str, value: dict[str, Any], overrides: Overr
         faults.append("examples and admit.file exclude each other")
     if faults or run is None:
         raise _faulty(path, text, [in_request_terms(fault) for fault in faults])
-    for key in request.ignored:
-        terminal.warn(f"{printable(path)}: {key} is ignored: it is kiln that writes what was admitted")
+    for key, reason in request.ignored.items():
+        terminal.warn(f"{printable(path)}: {printable(key)} is ignored: {reason}")
     return LoadedConfig(run=run, base_dir=path.parent, path=path, examples=request.examples)
 
 

@@ -1,20 +1,22 @@
-"""The request that the public Kiln server takes for a training on conversations (SFT), read as a run config.
+"""The requests that the public Kiln server takes, read as a run config: a training on conversations (SFT), or
+off-policy distillation (OPD).
 
 A request is a JSON file without ``schema``: one source of rows at its top, the settings under ``config``. Each key
-stands for one key of the config (``docs/config.md``, *the request form*); nothing else is taken.
+stands for one key of the config (``docs/config.md``, *the request form*). A request for SFT takes nothing else; in one
+for distillation, which has a ``teacher``, the server passes over unknown keys, and they are warned of here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from kiln_cli.errors import not_built
 from kiln_cli.sections import unknown_key
 from kiln_cli.strict_json import type_name
+from kiln_cli.text import printable
 
 # For each key of a request the key of the config, both dotted.
 KEYS = {
@@ -41,9 +43,48 @@ KEYS = {
     "config.train_mtp": "train.train_mtp",
     "config.seed": "project.seed",
 }
+# The same for distillation.
+DISTILL_KEYS = {
+    "dataset_path": "admit.file",
+    "teacher": "distill.teacher",
+    "config.training_mode": "distill.training_mode",
+    "config.objective": "distill.objective",
+    "config.loss": "distill.loss",
+    "config.top_k": "distill.top_k",
+    "config.echo": "distill.echo",
+    "config.samples_per_prompt": "distill.samples_per_prompt",
+    "config.temperature": "distill.temperature",
+    "config.top_p": "distill.top_p",
+    "config.max_tokens": "distill.max_tokens",
+    "config.sampler_segments": "distill.sampler_segments",
+    "config.rollout_prompt_rendering": "distill.rollout_prompt_rendering",
+    "config.stable_opd": "distill.stable_opd",
+    "config.discount": "distill.discount",
+    "config.clip_epsilon": "distill.clip_epsilon",
+    "config.max_cost_usd": "distill.max_cost_usd",
+    **{
+        key: KEYS[key]
+        for key in (
+            "config.output_name",
+            "config.epochs",
+            "config.learning_rate",
+            "config.lora_rank",
+            "config.lora_alpha",
+            "config.allow_high_lora_scale",
+            "config.optimizer",
+            "config.checkpoint_interval",
+            "config.base_adapter",
+            "config.detect_anomaly",
+            "config.grad_checkpoint_segments",
+            "config.auto_load",
+            "config.seed",
+        )
+    },
+}
 # Of the keys that this version refuses, those that only a request has. ``refused_keys.py`` has the others.
 REFUSED = {
     "post_eval": "not built in this version",
+    "prompts": "distillation on answers that the student samples (on-policy) is not built in this version",
 }
 _SOURCES = ("examples", "dataset_path", "dataset")
 _OF_ROWS = ("dataset_path", "dataset", "dataset_split")
@@ -52,6 +93,7 @@ _TOP = (*_SOURCES, "dataset_split", "config")
 _NULLABLE = (
     *_SOURCES,
     "dataset_split",
+    "prompts",
     "post_eval",
     "output_name",
     "learning_rate",
@@ -62,20 +104,71 @@ _NULLABLE = (
     "train_mtp",
     "grad_checkpoint_segments",
     "adapter_smoke_prompts",
+    "echo",
+    "sampler_segments",
+    "max_cost_usd",
 )
-# What tells a request for on-policy distillation from one for SFT.
+# What tells a request for distillation from one for SFT.
 _OF_OPD = ("teacher", "training_mode", "objective", "top_k")
+_EVIDENCE = "it is kiln that writes what was admitted"
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,19}")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """``settings``: the tables of a config. ``examples``: rows that the request brings along, of any JSON type.
-    ``faults``: what is wrong with the request itself. ``ignored``: keys that are the server's to write."""
+    ``faults``: what is wrong with the request itself. ``ignored``: keys that change nothing, each with the reason."""
 
     settings: dict[str, Any]
     examples: list[Any] | None
     faults: list[str]
-    ignored: list[str]
+    ignored: dict[str, str]
+
+
+class _Reading:
+    """A request as it is read: keys are taken one by one, and what is found is gathered."""
+
+    def __init__(self, keys: Mapping[str, str], refused: Mapping[str, str], *, tolerant: bool) -> None:
+        self._keys = keys
+        self._refused = {**refused, **REFUSED}
+        self._tolerant = tolerant
+        self.settings: dict[str, Any] = {}
+        self.faults: list[str] = []
+        self.ignored: dict[str, str] = {}
+
+    def take(self, key: str, value: object) -> None:
+        """A key of the request, dotted, that stands for one of the config."""
+        table, _, name = self._keys[key].partition(".")
+        self.settings.setdefault(table, {})[name] = from_decimal(value) if key == "config.seed" else value
+
+    def look_at(self, table: Mapping[str, Any], known: Iterable[str], at: str) -> list[str]:
+        """The known keys of ``table`` that say something; the others become faults, or are ignored where that is the
+        request's way. A default written as null says nothing, and evidence is not the sender's to write."""
+        found = []
+        names = list(known)
+        for key, item in table.items():
+            path = f"{at}.{key}" if at else key
+            if key == "ingestion":
+                self.ignored[path] = _EVIDENCE
+            elif item is None and key in _NULLABLE:
+                continue
+            elif key in names:
+                found.append(key)
+            elif self._tolerant and key not in self._refused:
+                self.ignored[path] = "it" + unknown_key(key, names, at, {}).removeprefix(printable(path))
+            else:
+                self.faults.append(unknown_key(key, names, at, self._refused))
+        return found
+
+    def read_config(self, config: object) -> None:
+        if not isinstance(config, dict):
+            self.faults.append(f"config must be an object, found {type_name(config)}")
+            return
+        known = [key.removeprefix("config.") for key in self._keys if key.startswith("config.")]
+        for key in self.look_at(config, known, "config"):
+            self.take(f"config.{key}", config[key])
+
+    def request(self, examples: list[Any] | None = None) -> Request:
+        return Request(settings=self.settings, examples=examples, faults=self.faults, ignored=self.ignored)
 
 
 def is_request(value: Mapping[str, Any]) -> bool:
@@ -83,33 +176,43 @@ def is_request(value: Mapping[str, Any]) -> bool:
 
 
 def read_request(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
-    """The config that a request stands for; ``refused`` as for ``sections.decode``.
+    """The config that a request stands for; ``refused`` as for ``sections.decode``."""
+    tables = (value, value.get("config"))
+    distils = any(key in table for table in tables if isinstance(table, dict) for key in _OF_OPD)
+    return _read_distillation(value, refused) if distils else _read_sft(value, refused)
 
-    Raises KilnError KLN211 for a request that is one for distillation.
-    """
-    config = value.get("config", {})
-    if any(key in table for table in (value, config) if isinstance(table, dict) for key in _OF_OPD):
-        raise not_built("on-policy distillation (a request with teacher or training_mode)")
-    reasons = {**refused, **REFUSED}
-    ignored: list[str] = []
-    faults = [unknown_key(key, _TOP, "", reasons) for key in _given(value, "", ignored) if key not in _TOP]
+
+def _read_sft(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
+    reading = _Reading(KEYS, refused, tolerant=False)
+    reading.look_at(value, _TOP, "")
     given = [key for key in _SOURCES if value.get(key) is not None]
     if len(given) != 1:
-        faults.append(f"{' or '.join(_SOURCES)}: one must be given, found {' and '.join(given) or 'none'}")
+        reading.faults.append(f"{' or '.join(_SOURCES)}: one must be given, found {' and '.join(given) or 'none'}")
     examples = value.get("examples")
     if examples is not None and not isinstance(examples, list):
-        faults.append(f"examples must be an array of rows, found {type_name(examples)}")
-    settings: dict[str, Any] = {}
+        reading.faults.append(f"examples must be an array of rows, found {type_name(examples)}")
     if value.get("dataset_split") is not None and value.get("dataset") is None:
-        faults.append("dataset_split is for dataset, which is not given")
+        reading.faults.append("dataset_split is for dataset, which is not given")
     for key in _OF_ROWS:
         if value.get(key) is not None:
-            _set(settings, KEYS[key], value[key])
-    if isinstance(config, dict):
-        _read_config(config, settings, reasons, faults, ignored)
-    else:
-        faults.append(f"config must be an object, found {type_name(config)}")
-    return Request(settings=settings, examples=examples, faults=faults, ignored=ignored)
+            reading.take(key, value[key])
+    reading.read_config(value.get("config", {}))
+    return reading.request(examples)
+
+
+def _read_distillation(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
+    """The server's default mode is the one that is not built here, so the mode must be said."""
+    reading = _Reading(DISTILL_KEYS, refused, tolerant=True)
+    for key in reading.look_at(value, ("dataset_path", "teacher", "config"), ""):
+        if key != "config":
+            reading.take(key, value[key])
+    for key in ("dataset_path", "teacher"):
+        if value.get(key) is None:
+            reading.faults.append(f"{key} is missing")
+    reading.settings.setdefault("admit", {})["kind"] = "opd"
+    reading.settings.setdefault("distill", {})["training_mode"] = "on_policy"
+    reading.read_config(value.get("config", {}))
+    return reading.request()
 
 
 def from_decimal(value: object) -> object:
@@ -119,36 +222,7 @@ def from_decimal(value: object) -> object:
 
 def in_request_terms(fault: str) -> str:
     """A fault of the config that was made of a request, with the request's key in front."""
-    for theirs, ours in KEYS.items():
+    for theirs, ours in {**KEYS, **DISTILL_KEYS}.items():
         if re.match(rf"{re.escape(ours)}(?![a-z_])", fault):
             return theirs + fault.removeprefix(ours)
     return fault
-
-
-def _read_config(
-    config: Mapping[str, Any],
-    settings: dict[str, Any],
-    refused: Mapping[str, str],
-    faults: list[str],
-    ignored: list[str],
-) -> None:
-    known = [key.removeprefix("config.") for key in KEYS if key.startswith("config.")]
-    for key in _given(config, "config.", ignored):
-        if key not in known:
-            faults.append(unknown_key(key, known, "config", refused))
-        elif key == "seed":
-            _set(settings, KEYS["config.seed"], from_decimal(config[key]))
-        else:
-            _set(settings, KEYS[f"config.{key}"], config[key])
-
-
-def _given(table: Mapping[str, Any], prefix: str, ignored: list[str]) -> list[str]:
-    """The keys that say something: neither evidence, which is the server's to write, nor a default written as null."""
-    if "ingestion" in table:
-        ignored.append(f"{prefix}ingestion")
-    return [key for key, item in table.items() if key != "ingestion" and (item is not None or key not in _NULLABLE)]
-
-
-def _set(settings: dict[str, Any], path: str, value: object) -> None:
-    table, _, key = path.partition(".")
-    settings.setdefault(table, {})[key] = value

@@ -121,7 +121,7 @@ def _decode_section(kind: type[S], value: object, at: str, refused: Mapping[str,
         return None
     before = len(faults)
     unsound: set[str] = set()
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     faults.extend(unknown_key(key, fields, at, refused) for key in value if key not in fields)
     arguments = {}
     for name, field in fields.items():
@@ -134,7 +134,7 @@ def _decode_section(kind: type[S], value: object, at: str, refused: Mapping[str,
         count = len(faults)
         decoded = _decode_field(field.type, value[name], path, refused, faults)
         if len(faults) == count:
-            arguments[name] = decoded
+            arguments[field.name] = decoded
         else:
             unsound.add(name)
     if not any(fields[name].required for name in unsound):
@@ -147,6 +147,7 @@ def _decode_section(kind: type[S], value: object, at: str, refused: Mapping[str,
 
 
 def _decode_field(kind: Any, value: Any, path: str, refused: Mapping[str, str], faults: list[str]) -> Any:
+    kind = _optional_section(kind) or kind
     if isinstance(kind, type) and issubclass(kind, Section):
         if kind.SHORT_FOR is not None and isinstance(value, str):
             value = {kind.SHORT_FOR: value}
@@ -165,6 +166,13 @@ def _decode_field(kind: Any, value: Any, path: str, refused: Mapping[str, str], 
     if isinstance(decoded, float) and not math.isfinite(decoded):
         faults.append(f"{path} = {decoded}: expected a finite number")
     return decoded
+
+
+def _optional_section(kind: Any) -> type[Section] | None:
+    """The section of a field that may be left out altogether (``Section | None``), else None."""
+    parts = [part for part in get_args(kind) if part is not type(None)]
+    sections = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
+    return sections[0] if len(sections) == len(parts) == 1 and get_origin(kind) is not list else None
 
 
 def _choices(kind: Any) -> list[str]:

@@ -26,7 +26,7 @@ from kiln_cli.errors import CATALOGUE, KilnError, RowFault
 from kiln_cli.identity import Domain
 from kiln_cli.plugins import BUILT_IN
 from kiln_cli.refused_keys import REFUSED_KEYS
-from kiln_cli.request_form import KEYS, REFUSED
+from kiln_cli.request_form import DISTILL_KEYS, KEYS, REFUSED
 from kiln_cli.sections import Section
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,10 +287,11 @@ def sections(kind: type[Section], at: str = "") -> Iterator[tuple[str, type[Sect
     """Each table of the config with its heading on the page."""
     yield (f"`{at}`" if at else "Top level"), kind
     for field in msgspec.structs.fields(kind):
-        inner = get_args(field.type)[0] if get_origin(field.type) is list else field.type
+        listed = get_origin(field.type) is list
+        inner = get_args(field.type)[0] if get_args(field.type) else field.type
         if isinstance(inner, type) and issubclass(inner, Section):
-            name = f"{at.strip('[]')}.{field.name}".strip(".")
-            yield from sections(inner, f"[[{name}]]" if inner is not field.type else f"[{name}]")
+            name = f"{at.strip('[]')}.{field.encode_name}".strip(".")
+            yield from sections(inner, f"[[{name}]]" if listed else f"[{name}]")
 
 
 def shown(field: msgspec.structs.FieldInfo) -> str:
@@ -306,7 +307,7 @@ def shown(field: msgspec.structs.FieldInfo) -> str:
 @pytest.mark.parametrize("heading, kind", list(sections(RunConfig)))
 def test_every_config_key_is_listed_with_its_default(heading: str, kind: type[Section]) -> None:
     listed = {row[0].strip("`"): row[2] for row in table_rows(section(page("docs/config.md"), heading))}
-    assert listed == {field.name: shown(field) for field in msgspec.structs.fields(kind)}
+    assert listed == {field.encode_name: shown(field) for field in msgspec.structs.fields(kind)}
 
 
 def test_every_refused_key_is_listed_with_its_reason() -> None:
@@ -322,6 +323,11 @@ def test_every_key_of_a_request_is_listed_with_what_it_stands_for() -> None:
     rest = [row for row in cells if row[0].strip("`") not in KEYS]
     reasons = {key: row[1].replace("`", "") for row in rest for key in re.findall(r"`(\w+)`", row[0])}
     assert reasons == {key: reason.replace("`", "") for key, reason in REFUSED.items()}
+
+
+def test_every_key_of_a_request_for_distillation_is_listed() -> None:
+    cells = table_rows(section(page("docs/config.md"), "A request for distillation"))
+    assert {row[0].strip("`"): row[1].split(";")[0].strip("`") for row in cells} == DISTILL_KEYS
 
 
 @pytest.mark.parametrize("source", [block for block in all_blocks("toml") if "kiln.config.v1" in block.values[0]])

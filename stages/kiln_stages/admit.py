@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, load_config
-from kiln_cli.errors import KilnError
+from kiln_cli.errors import KilnError, not_built
 from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.identity import canonical_json
 from kiln_cli.manifests import document, manifest_reference, nonzero, reference, write_manifest
@@ -102,6 +102,8 @@ def run(
     KLN213 for an unusable template.
     """
     started = time.monotonic()
+    if config.run.admit.kind == "opd":
+        raise not_built("admission of a scored corpus (off-policy distillation)")
     rows = config.examples if rows is None else rows
     given = named_rows(config) if rows is None else rows if isinstance(rows, Given) else given_values(rows)
     terms = load_terms(config, plugins)

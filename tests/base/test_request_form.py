@@ -13,9 +13,10 @@ import pytest
 from tests_support import shared_path
 
 from kiln_cli.config import LoadedConfig, load_config
+from kiln_cli.distillation import DistillConfig, EchoConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.refused_keys import REFUSED_KEYS
-from kiln_cli.request_form import KEYS, REFUSED
+from kiln_cli.request_form import DISTILL_KEYS, KEYS, REFUSED
 
 Load = Callable[..., LoadedConfig]
 
@@ -203,7 +204,7 @@ def test_a_key_of_the_request_that_is_not_built(refuse: Callable[..., KilnError]
 READ = {key.removeprefix("config.") for key in KEYS}
 
 
-@pytest.mark.parametrize("key", sorted({*REFUSED, *REFUSED_KEYS} - {"post_eval"} - READ))
+@pytest.mark.parametrize("key", sorted(REFUSED_KEYS.keys() - REFUSED.keys() - READ))
 def test_keys_of_the_settings_that_are_not_built(refuse: Callable[..., KilnError], key: str) -> None:
     reason = {**REFUSED_KEYS, **REFUSED}[key]
     assert faults(refuse(request(**{key: True}))) == [f"config.{key} is refused: {reason}"]
@@ -270,15 +271,125 @@ def test_supplied_evidence_is_ignored_and_said(load: Load, capsys: pytest.Captur
     assert "request.json: config.ingestion is ignored" in err[1]
 
 
-def test_a_request_for_distillation_is_refused_by_name(refuse: Callable[..., KilnError]) -> None:
+def seed_distillation() -> str:
+    """The request of the seed page for distillation, byte for byte."""
     text = shared_path("seeds/opd-teacher-jsonl.txt").read_text()
     found = re.search(r'\n(\{\n  "dataset_path".*?\n\})\n', text, re.DOTALL)
     assert found is not None
-    assert "teacher" in json.loads(found[1])
-    for opd in (found[1], {"dataset_path": "a", "config": {"training_mode": "off_policy"}}):
-        error = refuse(opd)
-        assert error.code == "KLN211"
-        assert "distillation" in error.message
+    return found[1]
+
+
+def distillation(**config: Any) -> dict[str, Any]:
+    return {"dataset_path": "scored.jsonl", "teacher": "large", "config": {"training_mode": "off_policy", **config}}
+
+
+def test_the_request_for_distillation_of_the_seed_page(load: Load, tmp_path: Path) -> None:
+    found = load(seed_distillation())
+    assert (found.run.admit.kind, found.run.admit.file) == ("opd", "/srv/kiln/data/teacher-data.jsonl")
+    assert found.run.distill == DistillConfig(teacher="teacher-large@vllm")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.resolved.toml").write_bytes(found.resolved_toml(run))
+    assert load_config(run / "config.resolved.toml").run == found.run
+
+
+def test_every_key_for_distillation_is_one_of_a_config() -> None:
+    from kiln_cli.config import RunConfig
+
+    known = {
+        f"{section.name}.{field.encode_name}"
+        for section in msgspec.structs.fields(RunConfig)
+        if isinstance(section.type, type) and issubclass(section.type, msgspec.Struct)
+        for field in msgspec.structs.fields(section.type)
+    }
+    assert set(DISTILL_KEYS.values()) <= known
+    assert len(set(DISTILL_KEYS.values())) == len(DISTILL_KEYS)
+
+
+def test_settings_of_distillation_are_read(load: Load) -> None:
+    found = load(
+        distillation(
+            top_k=20,
+            echo={"lambda": 0.1, "env_mask_mode": "full_obs", "warning_filter": False},
+            stable_opd={"mode": "off"},
+            output_name="small",
+            epochs=2,
+            seed="7",
+            optimizer="adam_w",
+            max_cost_usd=None,
+            sampler_segments=None,
+            base_adapter=None,
+            resume_checkpoint=None,
+        )
+    ).run
+    assert found.distill.top_k == 20
+    assert found.distill.echo == EchoConfig(lambda_=0.1, env_mask_mode="full_obs", warning_filter=False)
+    assert (found.train.adapter, found.train.epochs, found.project.seed) == ("small", 2, 7)
+    assert found.train.optimizer.kind == "adam_w"
+    assert load(distillation(echo=None)).run.distill.echo is None
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"training_mode": "on_policy"}, "config.training_mode = 'on_policy' is not built in this version"),
+        ({"objective": "cross_entropy"}, "config.objective = 'cross_entropy' is not built in this version"),
+        ({"loss": "sampled_token"}, "config.loss = 'sampled_token' is not built in this version"),
+        ({"loss": "full_vocab"}, "config.loss = 'full_vocab' is not built in this version"),
+        ({"loss": "top_p"}, "config.loss = 'top_p': expected one of: teacher_top_k, sampled_token, full_vocab"),
+        ({"top_k": 8}, "config.top_k = 8: the loss takes 16 or 32 candidates"),
+        ({"top_k": 0}, "config.top_k = 0: expected"),
+        ({"samples_per_prompt": 4}, "config.samples_per_prompt = 4 is refused"),
+        ({"discount": 0.9}, "config.discount = 0.9 is refused"),
+        ({"clip_epsilon": 0.2}, "config.clip_epsilon = 0.2 is refused"),
+        ({"max_cost_usd": 5}, "config.max_cost_usd = 5.0 is refused"),
+        ({"stable_opd": {"mode": "kl"}}, "config.stable_opd.mode = 'kl': expected one of: off"),
+        ({"temperature": 0}, "config.temperature = 0: expected"),
+        ({"top_p": 1.5}, "config.top_p = 1.5: expected"),
+        ({"echo": {"lambda": -1}}, "config.echo.lambda = -1: expected"),
+        ({"echo": {"lamda": 1}}, "config.echo.lamda is no key; did you mean 'lambda'?"),
+        ({"echo": True}, "config.echo must be a table, found True"),
+        ({"checkpoint_interval": 0}, "config.checkpoint_interval = 0: expected"),
+        ({"auto_load": True}, "config.auto_load = true is refused"),
+        ({"batch_size": 4}, "config.batch_size is refused"),
+        ({"resume_checkpoint": "x"}, "config.resume_checkpoint is refused"),
+    ],
+)
+def test_settings_of_distillation_that_are_refused(
+    refuse: Callable[..., KilnError], config: dict[str, Any], told: str
+) -> None:
+    (found,) = faults(refuse(distillation(**config)))
+    assert found.startswith(told)
+
+
+def test_a_request_for_distillation_says_its_mode(refuse: Callable[..., KilnError]) -> None:
+    for config in ({}, {"top_k": 32}):
+        (found,) = faults(refuse({"dataset_path": "a", "teacher": "t", "config": config}))
+        assert found.startswith("config.training_mode = 'on_policy' is not built")
+
+
+def test_a_request_for_distillation_names_corpus_and_teacher(refuse: Callable[..., KilnError]) -> None:
+    found = faults(refuse({"prompts": [], "post_eval": {}, "config": {"training_mode": "off_policy"}}))
+    assert found == [
+        f"prompts is refused: {REFUSED['prompts']}",
+        f"post_eval is refused: {REFUSED['post_eval']}",
+        "dataset_path is missing",
+        "teacher is missing",
+    ]
+
+
+def test_unknown_keys_of_a_request_for_distillation_are_ignored_and_said(
+    load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = load(distillation()).run
+    found = load({**distillation(topk=3, ingestion={}), "note": "x"}).run
+    assert found == plain
+    err = capsys.readouterr().err.splitlines()
+    assert [line.partition("request.json: ")[2] for line in err] == [
+        "note is ignored: it is no key",
+        "config.topk is ignored: it is no key; did you mean 'top_k'?",
+        "config.ingestion is ignored: it is kiln that writes what was admitted",
+    ]
 
 
 @pytest.mark.parametrize(
