@@ -43,6 +43,8 @@ def commands_page() -> str:
     ]
     for name, module in COMMANDS.items():
         parts += [f"## kiln {name}", _docstring(module), _fenced(_help(name))]
+        for verb in _verbs(module):
+            parts += [f"### kiln {name} {verb}", _fenced(_help(name, verb))]
     parts += [
         "## Not built in this version",
         "These names are taken and refused with KLN211: " + ", ".join(f"`{name}`" for name in NOT_BUILT) + ".",
@@ -103,10 +105,25 @@ def _help(*command: str) -> str:
 
 def _docstring(module: str) -> str:
     """A module's docstring as Markdown, read without running the module."""
+    return (ast.get_docstring(_tree(module)) or "").replace("``", "`")
+
+
+def _verbs(module: str) -> list[str]:
+    """The verbs of a command that has several, as its ``VERBS`` names them."""
+    for node in _tree(module).body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "VERBS"
+            and isinstance(node.value, ast.Dict)
+        ):
+            return [ast.literal_eval(key) for key in node.value.keys if key is not None]
+    return []
+
+
+def _tree(module: str) -> ast.Module:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
-    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    return text.replace("``", "`")
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
 def _fenced(text: str) -> str:

@@ -37,6 +37,7 @@ COMMANDS = {
     "why": "kiln_stages.why",
     "export": "kiln_stages.export",
     "plugins": "kiln_stages.plugins",
+    "dataset": "kiln_stages.dataset",
     "explain": "kiln_stages.explain",
 }
 # One line a command for `kiln --help`, which must not import them; a test holds each equal to its docstring's.
@@ -56,11 +57,12 @@ SUMMARIES = {
     "why": "Tell where a row went and why, from the raw file through every stage.",
     "export": "Write the admitted rows as a data set, or the trained model, with a card made of the receipts.",
     "plugins": "List what the loaded plugins provide: sources, templates, losses and drop reasons.",
+    "dataset": "Keep data sets by name, each split so that no group is in two splits.",
     "explain": "Explain an error code: its cause and the remedy.",
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "dataset", "corrections", "recipe", "teacher", "leak", "init", "schema", "evaluate",
+    "corrections", "recipe", "teacher", "leak", "init", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

@@ -147,8 +147,8 @@ CATALOGUE: dict[str, Entry] = {
     "KLN212": Entry(
         Exit.USER_INPUT,
         "unknown name",
-        "No source, template, loss or drop reason has this name.",
-        "`kiln plugins` lists what is loaded.",
+        "No source, template, loss or drop reason has this name, or the registry has no such data set.",
+        "`kiln plugins` lists what is loaded, `kiln dataset list` the data sets.",
     ),
     "KLN213": Entry(
         Exit.USER_INPUT,

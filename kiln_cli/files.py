@@ -332,10 +332,11 @@ def _holds(path: Path, sha256: str, size: int) -> bool:
 
 
 @contextmanager
-def run_lock(run: Path, purpose: str) -> Iterator[int]:
+def run_lock(run: Path, purpose: str, instead: str = "choose another --out") -> Iterator[int]:
     """Holds the run directory for this process and sweeps what a killed one left; yields how many leftovers went.
 
-    The lock is an flock and dies with its holder; the file's text only serves the message. Raises KilnError KLN401.
+    The lock is an flock and dies with its holder; the file's text only serves the message. Raises KilnError KLN401,
+    whose hint says to wait, or ``instead``.
     """
     with writing(run / LOCK_NAME):
         FS.make_directory(run)
@@ -348,7 +349,7 @@ def run_lock(run: Path, purpose: str) -> Iterator[int]:
             raise KilnError(
                 "KLN401",
                 f"{printable(run)} is in use by {_holder(path)}",
-                hint="wait for it to end, or choose another --out",
+                hint=f"wait for it to end, or {instead}",
             ) from None
     try:
         holder = {"pid": os.getpid(), "command": purpose, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

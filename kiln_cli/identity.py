@@ -27,6 +27,9 @@ class Domain(StrEnum):
     SFT_KEPT_CORPUS = "kiln.sft-kept-corpus.v1"
     BASE_MODEL_CONTENT = "kiln.base-model-content.v1"
     TOKENIZER_VOCAB = "kiln.tokenizer-vocab.v1"
+    DATASET_CORPUS = "kiln.dataset-corpus.v1"
+    DATASET_NORMALIZED_CORPUS = "kiln.dataset-normalized-corpus.v1"
+    DATASET_SPLIT_ASSIGNMENT = "kiln.dataset-split-assignment.v1"
     # Ours.
     SFT_EXTENDED_ROW = "kiln-cli.sft-extended-row.v1"
     RAW_ELEMENT = "kiln-cli.raw-element.v1"
@@ -109,9 +112,9 @@ def domain_json_sha256(domain: Domain, value: Any) -> str:
     return domain_sha256(domain, canonical_json(value))
 
 
-def corpus_sha256(row_hashes: Iterable[str]) -> str:
+def corpus_sha256(row_hashes: Iterable[str], domain: Domain = Domain.SFT_KEPT_CORPUS) -> str:
     """The ordered aggregate of row hashes: each text behind its length as u64 big-endian; order and repeats count."""
-    digest = domain_hasher(Domain.SFT_KEPT_CORPUS)
+    digest = domain_hasher(domain)
     for text in row_hashes:
         digest.update(length_prefixed(text.encode("ascii")))
     return "sha256:" + digest.hexdigest()

@@ -7,7 +7,6 @@ number of processes.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -21,13 +20,12 @@ from kiln_cli.identity import Domain, canonical_json, domain_sha256
 from kiln_cli.records import Call, Candidate, PreparedExample, Record, Tool, ToolCallRow
 from kiln_cli.strict_json import type_name
 from kiln_cli.text import printable
+from kiln_stages.reading.pointers import at_pointer
 
 # What stands for the id of a row that brings none, until its place among the rows is known.
 POSITIONAL = ""
 # What the code of a plugin may raise without being at fault.
 NOT_ITS_FAULT = (KilnError, MemoryError)
-# An index of an array in a JSON pointer (RFC 6901).
-_INDEX = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class Drop(NamedTuple):
@@ -271,15 +269,9 @@ def _label(rule: str | None, candidate: Candidate, value: dict[str, Any]) -> str
         return None
     if rule == "tool":
         return str(candidate.answers.value[0]["name"])
-    found: Any = value
-    for part in rule.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
-            found = found[int(key)]
-        elif isinstance(found, dict) and key in found:
-            found = found[key]
-        else:
-            return None
+    found = at_pointer(value, rule)
+    if found is msgspec.UNSET:
+        return None
     return canonical_json(found).decode("utf-8")
 
 
