@@ -332,11 +332,14 @@ def _holds(path: Path, sha256: str, size: int) -> bool:
 
 
 @contextmanager
-def run_lock(run: Path, purpose: str, instead: str = "choose another --out") -> Iterator[int]:
+def run_lock(
+    run: Path, purpose: str, instead: str = "choose another --out", *, wait_seconds: float = 0.2
+) -> Iterator[int]:
     """Holds the run directory for this process and sweeps what a killed one left; yields how many leftovers went.
 
-    The lock is an flock and dies with its holder; the file's text only serves the message. Raises KilnError KLN401,
-    whose hint says to wait, or ``instead``.
+    The lock is an flock and dies with its holder; the file's text only serves the message. It is waited for
+    ``wait_seconds``: a moment, in which `lock_holder` may be looking, or as long as another's change may take. Raises
+    KilnError KLN401, whose hint says to wait, or ``instead``.
     """
     with writing(run / LOCK_NAME):
         FS.make_directory(run)
@@ -344,7 +347,7 @@ def run_lock(run: Path, purpose: str, instead: str = "choose another --out") -> 
     lock = UnixFileLock(str(path), fallback_to_soft=False, preserve_lock_file=True)
     with writing(path):
         try:
-            lock.acquire(timeout=0.2, poll_interval=0.02)  # a moment, in which `lock_holder` may be looking
+            lock.acquire(timeout=wait_seconds, poll_interval=0.02)
         except Timeout:
             raise KilnError(
                 "KLN401",
