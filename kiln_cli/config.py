@@ -153,6 +153,13 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     def faults(self) -> Iterable[CrossFault]:
         if self.file is not None and self.dataset is not None:
             yield CrossFault(("file", "dataset"), "file and dataset exclude each other")
+        if self.dataset == "corrections:active" and (self.map or self.source not in ("auto", "messages")):
+            yield CrossFault(("dataset", "map", "source"), "corrections have one shape, messages; leave map and source")
+        if self.dataset == "corrections:active" and self.dataset_split != "train":
+            yield CrossFault(
+                ("dataset_split", "dataset"),
+                f"dataset_split = {self.dataset_split!r} is for a named data set; corrections have no splits",
+            )
         if self.map and self.source != "auto":
             yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
         if self.compat is not None and (self.map or self.source not in ("auto", "messages")):
@@ -445,8 +452,9 @@ def _load_request(path: Path, text: str, value: dict[str, Any], overrides: Overr
     request = read_request(value, REFUSED_KEYS)
     faults = request.faults
     run = _overridden({"schema": SCHEMA, **request.settings}, overrides, faults)
-    if not faults and run is not None and run.admit.file is not None and request.examples is not None:
-        faults.append("examples and admit.file exclude each other")
+    if not faults and run is not None and request.examples is not None:
+        given = [name for name in ("file", "dataset") if getattr(run.admit, name) is not None]
+        faults += [f"examples and admit.{name} exclude each other" for name in given]
     if faults or run is None:
         raise _faulty(path, text, [in_request_terms(fault) for fault in faults])
     for key, reason in request.ignored.items():

@@ -63,14 +63,14 @@ CATALOGUE: dict[str, Entry] = {
     "KLN106": Entry(
         Exit.FAULTS_FOUND,
         "no such row",
-        "No row of the run goes by the number, hash or id that was given.",
+        "No row of the run goes by the number, hash or id that was given, or no correction by the request id.",
         "The message lists what was searched. `kiln why RUN line:N` looks a row up by its line in the raw file.",
     ),
     "KLN107": Entry(
         Exit.FAULTS_FOUND,
         "no rows",
-        "The input is empty, or holds nothing but blank lines.",
-        "Check the path, and the step that was to write the file.",
+        "The input is empty, or holds nothing but blank lines; or of the corrections none is active.",
+        "Check the path, and the step that was to write the file. `kiln corrections list` tells why none is active.",
     ),
     "KLN108": Entry(
         Exit.FAULTS_FOUND,

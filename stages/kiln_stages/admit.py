@@ -25,6 +25,7 @@ from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting import fingerprint
+from kiln_stages.admitting.admission import RejectedDetail
 from kiln_stages.admitting.base_template import compare_with_base
 from kiln_stages.admitting.contract import build_contract, load_terms
 from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
@@ -34,6 +35,7 @@ from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, w
 from kiln_stages.admitting.recheck import RECEIPTS
 from kiln_stages.admitting.special_tokens import require_markers
 from kiln_stages.admitting.tally import Tally
+from kiln_stages.correcting.admitted import ADMITTED, admitted_corrections
 from kiln_stages.reading.mapping import parse_map
 from kiln_stages.reading.ranges import copy_stream
 from kiln_stages.reading.sources import STDIN
@@ -41,8 +43,11 @@ from kiln_stages.workers import Workers
 
 
 class AdmitResult(msgspec.Struct, frozen=True):
+    """``notes``: what became of rows that did not come to admission."""
+
     manifest: StageManifest
     unchanged: bool
+    notes: tuple[str, ...] = ()
 
 
 def command(
@@ -71,17 +76,24 @@ def command(
     options |= {"map": parse_map(mapping) if mapping else None, "compat": compat}
     options |= {"file": None if piped else file, "strict": strict or None}
     as_written = config is not None and not (assignments or model or any(options.values()))
-    loaded = _config(config, model, options, assignments or [], handed_over=bool(row) or piped)
+    loaded = config_of_options(config, model, options, assignments or [], handed_over=bool(row) or piped)
     given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
     plugins = load_plugins()
     result = run(loaded, out, plugins, rows=given, workers=workers, progress=terminal)
+    # What the command line changed stands in the run's own config alone, and train wants the settings of admission.
+    tell(result, loaded, out, plugins, config if as_written else None, json=json)
+
+
+def tell(
+    result: AdmitResult, loaded: LoadedConfig, out: Path, plugins: Plugins, config: Path | None, *, json: bool
+) -> None:
+    """Prints what was admitted and what to run next; ``config``: the file to train by, the run's own if None."""
     if json:
         terminal.json_data(result.manifest)
     terminal.say(account(result, out))
     if (compared := compare_with_base(loaded, load_terms(loaded, plugins).choice)) is not None:
         (terminal.say if compared.same else terminal.warn)(compared.text)
-    # What the command line changed stands in the run's own config alone, and train wants the settings of admission.
-    settings = config if as_written else out / "config.resolved.toml"
+    settings = out / "config.resolved.toml" if config is None else config
     terminal.say(f"next: kiln train {printable(settings)} --out {printable(out)}")
 
 
@@ -139,7 +151,7 @@ def run(
         unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
         if known is not None:
             fingerprint.record(out, known, manifest)
-    return AdmitResult(manifest, unchanged)
+    return AdmitResult(manifest, unchanged, given.notes if given is not None else ())
 
 
 def account(result: AdmitResult, out: Path) -> str:
@@ -148,6 +160,7 @@ def account(result: AdmitResult, out: Path) -> str:
     lines = [f"admit: template {details['template']['name']}, tools as {details['tools']['mode']}"]
     if details["rows"]["shape"] is not None:
         lines.append(f"rows: read as {details['rows']['packing']}, in the shape {details['rows']['shape']}")
+    lines += result.notes
     for split, counts in result.manifest.counts.items():
         lines.append(table([[f"{split}: rows read", counts["rows_read"]], *_outcomes(counts)]))
         if lengths := counts["over_length_tokens"]:
@@ -174,11 +187,12 @@ def _lengths(lengths: list[int]) -> str:
     return shown if len(lengths) <= 5 else f"{shown}, … ({len(lengths):,} rows, from {min(lengths):,})"
 
 
-def _config(
+def config_of_options(
     path: Path | None, model: Path | None, options: dict[str, Any], assignments: list[str], *, handed_over: bool
 ) -> LoadedConfig:
-    """The config of the command line: a file's or an empty one, with the options laid over it."""
-    file = options.pop("file")
+    """The config of the command line: a file's or an empty one, with the options laid over it. ``handed_over``: the
+    rows do not come from ``path`` or a file."""
+    file, registry = options.pop("file", None), options.pop("registry", None)
     if path is None and file is None and not handed_over:
         raise KilnError(
             "KLN201",
@@ -193,6 +207,8 @@ def _config(
         raise KilnError("KLN201", "--model is missing", hint="name a Hugging Face model directory")
     if file is not None:
         loaded = loaded.replace("admit", file=loaded.counted_from_base(file))
+    if registry is not None:
+        loaded = loaded.replace("admit", registry=loaded.counted_from_base(registry))
     if model is not None:
         loaded = loaded.replace("model", path=loaded.counted_from_base(model))
     return loaded
@@ -228,6 +244,8 @@ def _admit(
         assert corpus.file is not None
         outputs.append(reference(corpus.file, out, tally.split, schema=CORPUS_SCHEMA, rows=len(tally.kept_hashes)))
         outputs.append(_write_receipt(tally, out, settings))
+        if tally.source.given is not None and tally.source.given.ids is not None:
+            outputs.append(_write_ids(tally, tally.source.given.ids, out, settings))
     outputs += [reference(copy, out, "chat_rows") for copy in copies]
     return tallies, [*outputs, reference(rejected, out, "rejected_rows", rows=sum(len(t.rejected) for t in tallies))]
 
@@ -240,6 +258,12 @@ def _write_receipt(tally: Tally, out: Path, settings: AdmitConfig) -> FileRef:
     return reference(written, out, "ingestion_receipt", schema=INGESTION_SCHEMA)
 
 
+def _write_ids(tally: Tally, ids: tuple[str, ...], out: Path, settings: AdmitConfig) -> FileRef:
+    rows = list(admitted_corrections(ids, tally.receipt(settings.invalid_row_policy)))
+    data = b"".join(canonical_json(row) + b"\n" for row in rows)
+    return reference(write_file(out / ADMITTED, data), out, "corrections", rows=len(rows))
+
+
 def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
     """Under ``fail`` one rejected row refuses everything; no kept row is an error under both policies."""
     for tally in tallies:
@@ -247,7 +271,7 @@ def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
             first = tally.examples[0]
             raise KilnError(
                 "KLN101",
-                f"{tally.split} row {first.row_index} (line {first.line}) {first.row_sha256}: {first.reason}: "
+                f"{tally.split} row {first.row_index} ({_place(first)}) {first.row_sha256}: {first.reason}: "
                 f"{'' if first.code == first.reason else first.code + ': '}{printable(first.detail)}\n"
                 f"{_reason_table(tally)}",
                 hint='mend the row, or set [admit] invalid_row_policy = "skip" to count such rows and go on',
@@ -260,11 +284,15 @@ def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
             first = tally.examples[0]
             raise KilnError(
                 "KLN102",
-                f"no row of {tally.split} is kept; row {first.row_index} (line {first.line}): {first.code}: "
+                f"no row of {tally.split} is kept; row {first.row_index} ({_place(first)}): {first.code}: "
                 f"{printable(first.detail)}\n{_reason_table(tally)}",
                 hint="the counts say which rule they break",
                 details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
             )
+
+
+def _place(row: RejectedDetail) -> str:
+    return f"line {row.line}" + (f", {printable(row.example_id)}" if row.example_id is not None else "")
 
 
 def _reason_table(tally: Tally) -> str:

@@ -47,6 +47,8 @@ def command(
     if result.resumed_from is not None:
         terminal.say(f"resume: went on after step {result.resumed_from}")
     terminal.say(result.account(run_directory))
+    if result.marking is not None and result.marking.fault:
+        terminal.warn(result.marking.fault)
     if result.signal is not None:
         terminal.say(f"next: kiln resume {printable(run_directory)}")
         raise typer.Exit(128 + result.signal)
@@ -70,6 +72,7 @@ def run(
     """
     started = time.monotonic()
     require_train_extra("kiln resume")
+    from kiln_stages.correcting.marking import mark_trained
     from kiln_stages.training.checkpoint import list_checkpoints
     from kiln_stages.training.failures import recorded
     from kiln_stages.training.inputs import read_inputs
@@ -84,7 +87,8 @@ def run(
             _list_what_else_differs(error, config, out, plugins, checkpoint)
             raise
         if checkpoint == "latest" and (receipt := finished(inputs)) is not None:
-            return TrainResult(receipt=receipt, outcome=None, unchanged=True)
+            marking = mark_trained(config, out, inputs.admit, receipt)
+            return TrainResult(receipt=receipt, outcome=None, unchanged=True, marking=marking)
         training = read_training(inputs.directory)
         if training is None:
             raise _no_checkpoint(out, "there is no training")
@@ -101,7 +105,8 @@ def run(
                     receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal, resumed_from=step
                 )
             receipt = finish(trainer, inputs, training, started, outcome, progress)
-            return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step)
+        marking = mark_trained(config, out, inputs.admit, receipt)
+        return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step, marking=marking)
 
 
 def run_proof(

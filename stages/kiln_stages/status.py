@@ -21,6 +21,7 @@ from kiln_cli.manifests import MANIFEST_NAMES, RECEIPT_NAME, read_manifest, read
 from kiln_cli.receipts import StageManifest, TrainReceipt
 from kiln_cli.terminal import duration, terminal
 from kiln_cli.text import printable
+from kiln_stages.correcting.marking import is_of_corrections, read_marked
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
 from kiln_stages.training.metrics import LoggedStep, steps_from_end
 from kiln_stages.training.training_file import read_training
@@ -69,6 +70,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     quiet_seconds: int | None = None
     failure_reason: str | None = None
     failure_message: str | None = None
+    corrections: str | None = None  # what became of those that were trained on
     notes: list[str] = []
     next: str | None
 
@@ -125,6 +127,8 @@ def page(status: Status) -> str:
         lines.append(("last step", f"{duration(status.quiet_seconds)} ago"))
     if (checkpoint := status.checkpoint) is not None:
         lines.append(("checkpoint", printable(checkpoint.name, 400)))
+    if status.corrections is not None:
+        lines.append(("corrections", status.corrections))
     lines += [("note", note) for note in status.notes]
     lines.append(("next", status.next or "wait for it to end"))
     width = max(len(name) for name, _ in lines) + 2
@@ -163,6 +167,7 @@ class _Reading:
         recent = [step.loss for step in self.steps]
         failed = receipt is not None and state == "failed"
         self._note_changes(state)
+        marked = self._marked(state)
         return Status(
             run=str(self.run),
             state=state,
@@ -180,6 +185,7 @@ class _Reading:
             quiet_seconds=self._quiet_seconds(),
             failure_reason=receipt.failure_reason if receipt is not None and failed else None,
             failure_message=receipt.failure_message if receipt is not None and failed else None,
+            corrections=marked,
             notes=self.notes,
             next=self._next(state),
         )
@@ -243,6 +249,17 @@ class _Reading:
         behind = (self.steps[-1].step if self.steps else 0) - self.checkpoint.step
         if behind > 0 and state in ("unfinished", "failed"):
             self.notes.append(f"the checkpoint is {behind} steps behind the log: resuming makes them again")
+
+    def _marked(self, state: str) -> str | None:
+        """What became of the corrections of a finished training; None where its rows are none."""
+        if state != "finished" or self.receipt is None or not is_of_corrections(self.admit):
+            return None
+        marked = read_marked(self.run, self.receipt)
+        if marked is not None:
+            return marked.account()
+        again = f"kiln train {_config(self.run)} --out {_quoted(self.run)}"
+        self.notes.append(f"the training is complete, and `{again}` marks its corrections")
+        return "not marked yet"
 
     def _held_out(self) -> list[Point]:
         points = {}

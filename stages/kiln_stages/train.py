@@ -58,6 +58,8 @@ def command(
     if json and result.receipt is not None:
         terminal.json_data(result.receipt)
     terminal.say(result.account(out))
+    if result.marking is not None and result.marking.fault:
+        terminal.warn(result.marking.fault)
     if result.signal is not None:
         terminal.say(f"next: kiln resume {printable(out)}")
         raise typer.Exit(128 + result.signal)
@@ -77,12 +79,14 @@ def run(
 
     A training that fails, or is stopped, leaves a receipt with status "failed" and its reason, never over a successful
     one. ``fresh`` moves another or an unfinished training to ``train.<digest8>``. ``keep_last``: after each new
-    checkpoint, remove those before the newest so many; None keeps all. Raises KilnError: KLN206/207 where
+    checkpoint, remove those before the newest so many; None keeps all. Where the rows are corrections, those that were
+    kept are marked behind the receipt. Raises KilnError: KLN206/207 where
     admit's files are missing or changed, KLN208 where the run holds another training, KLN302/214 for the model, KLN104
     for a loss that is not finite or diverges, KLN401/402/403 for locks, disks and memory.
     """
     started = time.monotonic()
     require_train_extra("kiln train")
+    from kiln_stages.correcting.marking import mark_trained
     from kiln_stages.training.failures import recorded
     from kiln_stages.training.inputs import read_inputs
     from kiln_stages.training.run_training import (
@@ -99,7 +103,8 @@ def run(
     with run_lock(out, "kiln train"):
         inputs = read_inputs(config, out, plugins, progress)
         if (receipt := finished(inputs)) is not None:
-            return TrainResult(receipt=receipt, outcome=None, unchanged=True)
+            marking = mark_trained(config, out, inputs.admit, receipt)
+            return TrainResult(receipt=receipt, outcome=None, unchanged=True, marking=marking)
         if fresh:
             move_aside(out)
         _require_room(inputs)
@@ -112,7 +117,8 @@ def run(
             if outcome.stopped:
                 attempt.cancelled(outcome, signal)
                 return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
-            return TrainResult(receipt=finish(trainer, inputs, training, started, outcome, progress), outcome=outcome)
+            receipt = finish(trainer, inputs, training, started, outcome, progress)
+        return TrainResult(receipt=receipt, outcome=outcome, marking=mark_trained(config, out, inputs.admit, receipt))
 
 
 def preview(config: LoadedConfig, out: Path, plugins: Plugins, *, progress: Progress = SILENT) -> DryRun:

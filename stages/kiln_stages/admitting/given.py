@@ -7,6 +7,7 @@ dataset, the active corrections. Admission copies them into the run, so that wha
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from kiln_cli.config import AdmitConfig, LoadedConfig
 from kiln_cli.errors import KilnError, RowFault, not_built
 from kiln_cli.identity import canonical_json
 from kiln_cli.text import printable
+from kiln_stages.correcting.admitted import ACTIVE, SOURCE
+from kiln_stages.correcting.store import read_store, store_path
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -24,13 +27,18 @@ class Given(msgspec.Struct, frozen=True):
 
     ``source`` (one of ``receipts.INGESTION_SOURCES``) and ``locator`` are what the ingestion receipt says of them;
     neither is part of a row's identity. ``provenance``: what admit_manifest.json and the train receipt say beside that,
-    of JSON types; it must be a function of the rows and where they come from, without times.
+    of JSON types; it must be a function of the rows and where they come from, without times. ``shape``: the source
+    that reads the texts, where it is known. ``ids``: what each text is called where it comes from. ``notes``: what to
+    tell people of rows that were passed over.
     """
 
     texts: tuple[bytes, ...] | None
     source: str = "inline"
     locator: str | None = None
     provenance: dict[str, Any] | None = None
+    shape: str | None = None
+    ids: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def given_texts(texts: Iterable[str], settings: AdmitConfig) -> Given:
@@ -66,7 +74,35 @@ def given_values(values: Iterable[Any]) -> Given:
 
 
 def named_rows(config: LoadedConfig) -> Given | None:
-    """The rows that ``[admit] dataset`` names; None where it names none. Raises KilnError KLN211."""
+    """The rows that ``[admit] dataset`` names; None where it names none. Raises KilnError KLN211, and as
+    :func:`active_corrections` does."""
     if config.run.admit.dataset is None:
         return None
+    if config.run.admit.dataset == ACTIVE:
+        return active_corrections(store_path(config.resolve(config.run.admit.registry)))
     raise not_built("admission of a named dataset", "give a file of rows")
+
+
+def active_corrections(path: Path) -> Given:
+    """The corrections of a store that are to be trained on, in its order.
+
+    Raises KilnError KLN204 where there is no store, KLN107 where none of its corrections is active.
+    """
+    store = read_store(path)
+    active, passed_over = store.active(), {state: count for state, count in store.counts().items() if count}
+    passed_over.pop("active", None)
+    others = ", ".join(f"{count} {state}" for state, count in passed_over.items())
+    if not active:
+        raise KilnError(
+            "KLN107",
+            f"{printable(path)} holds no active correction ({others or 'it is empty'})",
+            hint="`kiln corrections list` says why of each; `kiln corrections add` brings new ones",
+        )
+    return Given(
+        tuple(canonical_json({"messages": correction.row().messages}) for correction in active),
+        source=SOURCE,
+        locator=ACTIVE,
+        shape="messages",
+        ids=tuple(correction.request_id for correction in active),
+        notes=(f"corrections: {len(active)} active; passed over: {others or 'none'}",),
+    )

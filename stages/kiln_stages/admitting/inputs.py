@@ -27,6 +27,7 @@ from kiln_stages.admitting.contract import Contract
 from kiln_stages.admitting.given import Given
 from kiln_stages.admitting.incoming import IncomingRow, chat_rows, prepared_rows
 from kiln_stages.admitting.pipeline import RowsInput, input_reference
+from kiln_stages.correcting.admitted import SOURCE, read_admitted
 from kiln_stages.reading.mapping import mapped_source
 from kiln_stages.reading.sources import choose_source, open_rows
 from kiln_stages.reading.transports import Plain, open_plain, spool_records, spooled
@@ -66,7 +67,13 @@ def open_again(
         plain = stack.enter_context(open_plain(out / KEPT_ROWS, out))
         plain = msgspec.structs.replace(plain, elements=rows["elements"])
         source = mapped_source(config.run.admit.map) if config.run.admit.map else plugins.sources.get(rows["shape"])
-        given = Given(None, source=rows["from"], locator=rows.get("locator"), provenance=rows.get("provenance"))
+        given = Given(
+            None,
+            source=rows["from"],
+            locator=rows.get("locator"),
+            provenance=rows.get("provenance"),
+            ids=tuple(row.request_id for row in read_admitted(out)) if rows["from"] == SOURCE else None,
+        )
         inputs = [_chat_input(config.run.admit, plain, source, path=KEPT_ROWS, base="run", given=given)]
     else:
         if config.run.admit.file is not None and not config.run.admit.map:
@@ -133,7 +140,7 @@ def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Pat
         plain = Plain(
             stream=stream, size=sum(len(t) + 1 for t in given.texts), packing="lines", elements=False, sha256=None
         )
-        choice = choose_source(plain, "the rows", _wanted(settings), plugins.sources, "chat")
+        choice = choose_source(plain, "the rows", given.shape or _wanted(settings), plugins.sources, "chat")
         if choice.source.read is not None:
             plain = stack.enter_context(spool_records(choice.source, plain, out))
     plain = msgspec.structs.replace(plain, places=None)  # a row's place is the one in the copy

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -88,7 +88,7 @@ def judged_parts(job: Job, number: int, workers: Workers) -> Iterator[Part]:
     rows = lines = 0
     for packed in workers.map(judge_range, ranges(number, plain.stream, before.st_size, RANGE_BYTES)):
         part = _decode_part(packed)
-        yield _placed(part, plain, rows, lines)
+        yield _placed(part, job.inputs[number], rows, lines)
         rows, lines = rows + part.rows, lines + part.lines
     after = os.fstat(plain.stream.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -147,9 +147,12 @@ def input_reference(source: RowsInput, rows: int | None) -> FileRef:
     return source.ref
 
 
-def _placed(part: Part, plain: Plain, rows: int, lines: int) -> Part:
-    def place(index: int, line: int) -> dict[str, int]:
-        return {"row_index": index, "line": line if plain.places is None else plain.places.line[index - 1]}
+def _placed(part: Part, source: RowsInput, rows: int, lines: int) -> Part:
+    plain, ids = source.plain, source.given.ids if source.given is not None else None
+
+    def place(index: int, line: int) -> dict[str, Any]:
+        name = {} if ids is None else {"example_id": ids[index - 1]}
+        return name | {"row_index": index, "line": line if plain.places is None else plain.places.line[index - 1]}
 
     for at, kept in enumerate(part.kept):
         part.kept[at] = msgspec.structs.replace(kept, **place(kept.row_index + rows, kept.line + lines))

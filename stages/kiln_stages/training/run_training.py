@@ -29,6 +29,7 @@ from kiln_cli.receipts import (
 )
 from kiln_cli.terminal import Progress, Speed, table
 from kiln_cli.text import printable
+from kiln_stages.correcting.marking import Marking
 from kiln_stages.evidence.model_card import adapter_card
 from kiln_stages.evidence.receipt_claims import LOSS_CURVE, LOSS_LOG, receipt_claims
 from kiln_stages.evidence.signature import signature_path
@@ -49,7 +50,8 @@ REMOVALS_SHOWN = 8  # steps of removed checkpoints that a line names
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``receipt`` is None where a signal stopped the run; ``checkpoint`` then holds what is left of it."""
+    """``receipt`` is None where a signal stopped the run; ``checkpoint`` then holds what is left of it. ``marking`` is
+    None where the rows are no corrections."""
 
     receipt: TrainReceipt | None
     outcome: Outcome | None
@@ -57,6 +59,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None = None
     unchanged: bool = False
     resumed_from: int | None = None
+    marking: Marking | None = None  # of the corrections that were trained on
 
     def account(self, out: Path) -> str:
         """What was trained, for people."""
@@ -83,7 +86,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
         state = "unchanged" if self.unchanged else "written"
         where = f"{printable(out)}/{receipt.adapters['output']['path']}, {printable(out)}/{RECEIPT_NAME}"
         written = f"{state}: {where}\nloss curve: {printable(out)}/{LOSS_CURVE}{self._removals()}"
-        return f"train: adapter {printable(receipt.adapter_name)}\n{table(rows)}\n{written}"
+        marked = self.marking.lines() if self.marking is not None else []
+        return "\n".join([f"train: adapter {printable(receipt.adapter_name)}", table(rows), written, *marked])
 
     def _removals(self) -> str:
         """A line on the checkpoints that --keep-last removed, if it did."""
