@@ -121,7 +121,7 @@ class LabelFinder:
             raise RowFault("mask_disagreement", "marks around the row's strings change what the template prints")
         claim = Claim(self.template, form, tools, text, (), turns)
         spans, proven = _proven(row, reading, claim, memo)
-        rendered = Rendered(text, spans, _content_spans(row, reading), (*notes, *proven))
+        rendered = Rendered(text, spans, content_spans(row, reading), (*notes, *proven))
         if self.template.thinks:
             require_paired_tags(printable(self.template.name), rendered, turns)
         return rendered
@@ -229,8 +229,8 @@ def _check_losses(row: MarkedRow, reading: Reading, last_spoken: int) -> list[st
     return list(dict.fromkeys(notes))
 
 
-def _content_spans(row: MarkedRow, reading: Reading) -> Spans:
-    """Where row text stands: the pieces, and what stood around them in their string if the template kept it."""
+def content_spans(row: MarkedRow, reading: Reading) -> Spans:
+    """Where row text stands in R: the pieces, and what stood around them in their string if the template kept it."""
     spans: list[tuple[int, int]] = []
     for piece in sorted(reading.pieces, key=lambda piece: piece.start):
         mark = row.marks[piece.mark]

@@ -121,6 +121,21 @@ class RowTokenizer:
         told = self._by_decoding(text, spans, content_spans, whole.ids)
         return told or self._labelled(text, spans, content_spans, *self._placed(text, content_spans, whole, control))
 
+    def encode_touching(
+        self, text: str, spans: Spans, content_spans: Spans, touched: Spans, control: Control = "text"
+    ) -> tuple[Encoded, list[tuple[int, int]]]:
+        """As :meth:`encode`, and for each of the spans ``touched`` the run of tokens that hold any byte of it."""
+        whole = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = self._placed(text, content_spans, whole, control)
+        encoded = self._labelled(text, spans, content_spans, ids, offsets)
+        parts = self._bytes.parts(text, ids, offsets) if self._bytes is not None else []
+        if b"".join(parts) != text.encode("utf-8"):
+            return encoded, _ranges_by_offsets(touched, offsets)
+        ends = list(accumulate(map(len, parts)))
+        edges = [tuple(len(text[:at].encode("utf-8")) for at in span) for span in touched]
+        # From the first token that ends behind the start of a span to the last that begins before its end.
+        return encoded, [(bisect_right(ends, start), bisect_left(ends, end) + 1) for start, end in edges]
+
     def encode_batch(self, rows: Sequence[RenderedText], control: Control = "text") -> list[Encoded | RowFault]:
         """As :meth:`encode`, for many rows at once; a row that fails gives its fault in its place."""
         texts = [row.text for row in rows]
