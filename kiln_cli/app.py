@@ -26,6 +26,7 @@ COMMANDS = {
     "prepare": "kiln_stages.prepare",
     "admit": "kiln_stages.admit",
     "corrections": "kiln_stages.corrections",
+    "teacher": "kiln_stages.teacher",
     "train": "kiln_stages.train",
     "resume": "kiln_stages.resume",
     "status": "kiln_stages.status",
@@ -47,6 +48,7 @@ SUMMARIES = {
     "prepare": "Turn raw function-calling rows into split, typed examples; count every drop.",
     "admit": "Tokenize rows, prove their labels, and write the corpus with its ingestion receipt.",
     "corrections": "Keep corrected answers, admit those that were not trained on yet, and see which were.",
+    "teacher": "Register teachers, show and check who they are, and have one score rows for a distillation.",
     "train": "Train a LoRA adapter on the admitted rows, one conversation a step.",
     "resume": "Continue a training from an exact checkpoint; any difference is an error.",
     "status": "Show how far a training is: step, loss, latest checkpoint, and what to do next.",
@@ -64,7 +66,7 @@ SUMMARIES = {
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "recipe", "teacher", "leak", "init", "schema", "evaluate",
+    "recipe", "leak", "init", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

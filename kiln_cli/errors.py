@@ -147,8 +147,8 @@ CATALOGUE: dict[str, Entry] = {
     "KLN212": Entry(
         Exit.USER_INPUT,
         "unknown name",
-        "No source, template, loss or drop reason has this name, or the registry has no such data set.",
-        "`kiln plugins` lists what is loaded, `kiln dataset list` the data sets.",
+        "No source, template, loss or drop reason has this name, or the registry has no such data set or teacher.",
+        "`kiln plugins` lists what is loaded, `kiln dataset list` the data sets, `kiln teacher list` the teachers.",
     ),
     "KLN213": Entry(
         Exit.USER_INPUT,
@@ -186,6 +186,12 @@ CATALOGUE: dict[str, Entry] = {
         "a signature that does not hold",
         "ssh-keygen does not sign with the key, or the signature is not of these bytes or of nobody on the list.",
         "The message has what ssh-keygen said, and the key. Ask the signer for the receipt as it was signed.",
+    ),
+    "KLN219": Entry(
+        Exit.USER_INPUT,
+        "the alias is pinned to another teacher",
+        "An alias stands for one identity; every field of the two that differs is listed.",
+        "Take another alias, or `--replace` the old one: corpora that it scored are then refused.",
     ),
     "KLN301": Entry(
         Exit.ENVIRONMENT,

@@ -333,13 +333,19 @@ def _holds(path: Path, sha256: str, size: int) -> bool:
 
 @contextmanager
 def run_lock(
-    run: Path, purpose: str, instead: str = "choose another --out", *, wait_seconds: float = 0.2
+    run: Path,
+    purpose: str,
+    instead: str = "choose another --out",
+    *,
+    wait_seconds: float = 0.2,
+    nested: bool = True,
 ) -> Iterator[int]:
     """Holds the run directory for this process and sweeps what a killed one left; yields how many leftovers went.
 
     The lock is an flock and dies with its holder; the file's text only serves the message. It is waited for
-    ``wait_seconds``: a moment, in which `lock_holder` may be looking, or as long as another's change may take. Raises
-    KilnError KLN401, whose hint says to wait, or ``instead``.
+    ``wait_seconds``: a moment, in which `lock_holder` may be looking, or as long as another's change may take.
+    ``nested=False`` leaves alone what lies in directories below: others hold locks of their own there. Raises KilnError
+    KLN401, whose hint says to wait, or ``instead``.
     """
     with writing(run / LOCK_NAME):
         FS.make_directory(run)
@@ -358,17 +364,17 @@ def run_lock(
         holder = {"pid": os.getpid(), "command": purpose, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with writing(path):
             path.write_text(json.dumps(holder) + "\n", encoding="utf-8")
-            leftovers = sweep(run)
+            leftovers = sweep(run, nested=nested)
         yield leftovers
     finally:
         lock.release()
 
 
-def sweep(run: Path) -> int:
+def sweep(run: Path, *, nested: bool = True) -> int:
     """Removes temporary files and unfinished directories of killed processes below ``run``. Needs the lock."""
     leftovers = [
         path
-        for path in run.rglob(".*")
+        for path in (run.rglob(".*") if nested else run.glob(".*"))
         if path.name.startswith(TEMP_PREFIX) or (INCOMPLETE_MARK in path.name and path.is_dir())
     ]
     for path in leftovers:

@@ -50,8 +50,8 @@ class AdapterIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TeacherIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a teacher's scores hang on. The order of the fields is that of the canonical JSON.
 
-    Hashes are 64 hex digits without a prefix; ``max_model_len`` counts tokens, ``max_prompt_logprob_candidates``
-    scores a position.
+    Hashes are 64 hex digits without a prefix. ``max_model_len`` counts tokens; ``max_top_k`` candidates a position and
+    ``max_prompt_logprob_candidates`` candidates a request are the most that may be asked for.
     """
 
     schema: str
