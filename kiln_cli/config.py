@@ -127,7 +127,9 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     """``file``: chat rows to admit, in place of the run's prepared ones; ``dataset``: those of a split of a named data
     set in ``registry``, or ``corrections:active``. ``source`` names their shape and ``map`` gives fields of another one
     (field = path). ``strict`` refuses rows with fields that change nothing; ``compat`` reads rows
-    as the public Kiln server does. ``template``: "model" (the model's own), a registered name, or a path.
+    as the public Kiln server does. ``held_out``: rows that no row to train on may meet, by file, receipt, run or
+    split; ``near_threshold`` also finds near duplicates of them, and ``drop_contaminated`` leaves out and counts what
+    is found, else the admission is refused. ``template``: "model" (the model's own), a registered name, or a path.
     ``max_tokens``: the model's positions if not given. ``date``: what a template that asks for the date is told.
     ``kind``: "sft" for conversations, "opd" for a corpus that a teacher scored, "auto": opd where ``file`` begins with
     a teacher's manifest line."""
@@ -140,6 +142,9 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     source: NonEmpty = "auto"
     map: dict[NonEmpty, NonEmpty] = {}
     strict: bool = False
+    held_out: list[NonEmpty] = []
+    near_threshold: Annotated[float, Meta(gt=0, le=1)] | None = None
+    drop_contaminated: bool = False
     compat: Literal["kiln"] | None = None
     template: NonEmpty = "model"
     tools: Literal["auto", "native", "system"] = "auto"
@@ -160,6 +165,9 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
                 ("dataset_split", "dataset"),
                 f"dataset_split = {self.dataset_split!r} is for a named data set; corrections have no splits",
             )
+        for name, given in (("near_threshold", self.near_threshold), ("drop_contaminated", self.drop_contaminated)):
+            if given and not self.held_out:
+                yield CrossFault((name, "held_out"), f"{name} = {given} is about held_out, which names no rows")
         if self.map and self.source != "auto":
             yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
         if self.compat is not None and (self.map or self.source not in ("auto", "messages")):

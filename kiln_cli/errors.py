@@ -78,6 +78,14 @@ CATALOGUE: dict[str, Entry] = {
         "`kiln resume --prove` trained steps again and got another loss, tensor or state than the checkpoint has.",
         "The message names the first difference. Resume from an older checkpoint, or train again with `--fresh`.",
     ),
+    "KLN109": Entry(
+        Exit.FAULTS_FOUND,
+        "held-out rows among the rows to train on",
+        "A row to train on is a row that `[admit] held_out` names, has its prompt and answer, or shares its group or "
+        "session; near duplicates too where they are asked for. Nothing was written.",
+        "Take the rows that the message names out of one side, or leave them out and count them with "
+        "`--drop-contaminated`.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",

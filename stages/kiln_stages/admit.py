@@ -32,14 +32,16 @@ from kiln_stages.admitting.corpus import CORPUS_SCHEMA, CorpusWriter
 from kiln_stages.admitting.given import Given, given_texts, given_values, named_rows
 from kiln_stages.admitting.inputs import open_inputs, rows_details
 from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, worker_count
-from kiln_stages.admitting.recheck import RECEIPTS
 from kiln_stages.admitting.special_tokens import require_markers
-from kiln_stages.admitting.tally import Tally
+from kiln_stages.admitting.tally import RECEIPTS, Tally
+from kiln_stages.contamination.held_out import open_held_out
 from kiln_stages.correcting.admitted import ADMITTED, admitted_corrections
 from kiln_stages.reading.mapping import parse_map
 from kiln_stages.reading.ranges import copy_stream
 from kiln_stages.reading.sources import STDIN
 from kiln_stages.workers import Workers
+
+SHOWN = 10  # rows that meet a held-out one, in the message
 
 
 class AdmitResult(msgspec.Struct, frozen=True):
@@ -64,6 +66,13 @@ def command(
     compat: Annotated[str | None, typer.Option("--compat", help="kiln: read rows as the public server does.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="A template by name, or a file.")] = None,
     policy: Annotated[str | None, typer.Option("--invalid-row-policy", help="fail or skip.")] = None,
+    held_out: Annotated[
+        list[str] | None, typer.Option("--held-out", help="Rows that must not be trained on: file, receipt or run.")
+    ] = None,
+    near: Annotated[
+        float | None, typer.Option("--near-threshold", help="Also near duplicates of these, so much alike (0 to 1).")
+    ] = None,
+    drop: Annotated[bool, typer.Option("--drop-contaminated", help="Leave such rows out and count them.")] = False,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; as many as cores.")] = None,
     assignments: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -74,6 +83,7 @@ def command(
     piped = file is not None and str(file) == STDIN
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
     options |= {"map": parse_map(mapping) if mapping else None, "compat": compat}
+    options |= {"held_out": held_out or None, "near_threshold": near, "drop_contaminated": drop or None}
     options |= {"file": None if piped else file, "strict": strict or None}
     as_written = config is not None and not (assignments or model or any(options.values()))
     loaded = config_of_options(config, model, options, assignments or [], handed_over=bool(row) or piped)
@@ -109,7 +119,7 @@ def run(
     """Writes ``admit/`` and ``admit_manifest.json``. ``rows``: rows to admit in place of the config's, as values.
 
     Raises KilnError: KLN101 for a rejected row under ``fail``, KLN102 where no row is kept, KLN107 where there is none,
-    KLN206/207 where the
+    KLN109 for a row to train on that meets a held-out one, unless such rows are dropped, KLN206/207 where the
     prepared rows are missing or changed, KLN204/212 for rows that cannot be read, KLN302 for missing model files,
     KLN213 for an unusable template.
     """
@@ -127,7 +137,9 @@ def run(
         contract = build_contract(config, terms)
         require_markers(contract)
         inputs = open_inputs(config, out, plugins, contract, stack, given)
-        job = Job(inputs, contract.admission(inputs[0].source_reasons))
+        held_out = open_held_out(config, out, plugins)
+        index = None if held_out is None else held_out.index
+        job = Job(inputs, contract.admission(inputs[0].source_reasons, index))
         pool = stack.enter_context(Workers(job, worker_count(inputs, workers)))
         tallies, outputs = _admit(job, pool, out, config.run.admit, progress)
         prepared = inputs[0].ref is not None
@@ -144,6 +156,7 @@ def run(
                 "config_sections": list(ADMIT_SECTIONS),
                 "rows": rows_details(inputs),
                 "admitted_sha256": {tally.split: tally.admitted_sha256() for tally in tallies},
+                **({} if held_out is None else {"held_out": held_out.details(tallies[0].met)}),
                 **contract.details(contract.prepared_mode if prepared else contract.chat_mode),
             },
         )
@@ -161,6 +174,7 @@ def account(result: AdmitResult, out: Path) -> str:
     if details["rows"]["shape"] is not None:
         lines.append(f"rows: read as {details['rows']['packing']}, in the shape {details['rows']['shape']}")
     lines += result.notes
+    lines += _held_out_lines(details.get("held_out"))
     for split, counts in result.manifest.counts.items():
         lines.append(table([[f"{split}: rows read", counts["rows_read"]], *_outcomes(counts)]))
         if lengths := counts["over_length_tokens"]:
@@ -173,6 +187,15 @@ def account(result: AdmitResult, out: Path) -> str:
         lines += [f"  template: {printable(note)}: {count} rows" for note, count in counts["template_notes"].items()]
     state = "unchanged" if result.unchanged else "written"
     return "\n".join([*lines, f"{state}: {printable(out)}/admit_manifest.json"])
+
+
+def _held_out_lines(held_out: dict[str, Any] | None) -> list[str]:
+    """The rows that were held out, and what of them could be compared."""
+    lines = []
+    for rows in (rows for named in (held_out or {}).get("rows", ()) for rows in named["sets"]):
+        limit = "" if rows["by"] == "rows" else ", by hash alone: only the same conversation is found"
+        lines.append(f"held out: {printable(rows['name'])}: {rows['rows']:,} rows{limit}")
+    return lines
 
 
 def _outcomes(counts: dict[str, Any]) -> list[list[object]]:
@@ -209,9 +232,19 @@ def config_of_options(
         loaded = loaded.replace("admit", file=loaded.counted_from_base(file))
     if registry is not None:
         loaded = loaded.replace("admit", registry=loaded.counted_from_base(registry))
+    if held_out := options.get("held_out"):
+        loaded = loaded.replace("admit", held_out=[_named_from_base(name, loaded) for name in held_out])
     if model is not None:
         loaded = loaded.replace("model", path=loaded.counted_from_base(model))
     return loaded
+
+
+def _named_from_base(name: str, config: LoadedConfig) -> str:
+    """Held-out rows of the command line as the config names them: a path, one with a split behind it, or no path."""
+    before, colon, split = name.rpartition(":")
+    if Path(name).exists():
+        return config.counted_from_base(Path(name))
+    return config.counted_from_base(Path(before)) + colon + split if before and Path(before).is_dir() else name
 
 
 def _admit(
@@ -265,34 +298,55 @@ def _write_ids(tally: Tally, ids: tuple[str, ...], out: Path, settings: AdmitCon
 
 
 def _require_policy(tallies: list[Tally], settings: AdmitConfig) -> None:
-    """Under ``fail`` one rejected row refuses everything; no kept row is an error under both policies."""
+    """Under ``fail`` one invalid row refuses everything, and under both policies one that meets a held-out row, unless
+    such rows are dropped, and that no row is kept."""
     for tally in tallies:
-        if settings.invalid_row_policy == "fail" and tally.examples:
-            first = tally.examples[0]
+        if settings.invalid_row_policy == "fail" and tally.invalid:
+            first = tally.invalid[0]
             raise KilnError(
                 "KLN101",
                 f"{tally.split} row {first.row_index} ({_place(first)}) {first.row_sha256}: {first.reason}: "
                 f"{'' if first.code == first.reason else first.code + ': '}{printable(first.detail)}\n"
                 f"{_reason_table(tally)}",
                 hint='mend the row, or set [admit] invalid_row_policy = "skip" to count such rows and go on',
-                details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
+                details={"rejected": [msgspec.to_builtins(row) for row in tally.invalid]},
             )
+        if tally.contaminated and not settings.drop_contaminated:
+            raise _contaminated(tally)
     for tally in tallies:
         if not tally.rows_read:
             raise KilnError("KLN107", f"{printable(tally.source.path)} holds no rows", hint="every line of it is blank")
         if not tally.kept_hashes:
-            first = tally.examples[0]
+            examples = tally.invalid or tally.contaminated
+            first = examples[0]
             raise KilnError(
                 "KLN102",
                 f"no row of {tally.split} is kept; row {first.row_index} ({_place(first)}): {first.code}: "
                 f"{printable(first.detail)}\n{_reason_table(tally)}",
                 hint="the counts say which rule they break",
-                details={"rejected": [msgspec.to_builtins(row) for row in tally.examples]},
+                details={"rejected": [msgspec.to_builtins(row) for row in examples]},
             )
 
 
 def _place(row: RejectedDetail) -> str:
     return f"line {row.line}" + (f", {printable(row.example_id)}" if row.example_id is not None else "")
+
+
+def _contaminated(tally: Tally) -> KilnError:
+    """The refusal of an admission, with the first rows that must go and the held-out row that each meets."""
+    total = sum(tally.met.values())
+    named = [
+        f"\n  {tally.split} row {row.row_index} ({_place(row)}): {printable(row.detail)}"
+        for row in tally.contaminated[:SHOWN]
+    ]
+    more = f"\n  and {total - len(named):,} more" if total > len(named) else ""
+    return KilnError(
+        "KLN109",
+        f"{total:,} rows to train on meet held-out rows:{''.join(named)}{more}\n"
+        f"{table([[rule, count] for rule, count in tally.met.items()])}",
+        hint="take them out, or leave them out and count them: --drop-contaminated",
+        details={"contaminated": [msgspec.to_builtins(row) for row in tally.contaminated], "met": dict(tally.met)},
+    )
 
 
 def _reason_table(tally: Tally) -> str:

@@ -129,6 +129,8 @@ def run(run_directory: Path, text: str, plugins: Plugins, *, split: Split | None
         incoming = admitted.row(rows[0].split, rows[0].row_index)
         outcome = outcome_of(admitted.contract, admitted.inputs[rows[0].split], incoming)
         require_same_outcome(admitted, rows[0], incoming, outcome)
+        if rows[0].fault is not None and outcome.fault is None:
+            outcome = msgspec.structs.replace(outcome, fault=rows[0].fault)  # it met a held-out row
         choice = admitted.contract.choice
         return _inspection(rows, outcome, incoming.record.element, choice)
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kiln_plugins.near_duplicates import NEAR_DUPLICATE_QUERY, banding, match, normalised_query, shingles
+from kiln_plugins.near_duplicates import NEAR_DUPLICATE_QUERY, match, normalised_query
 
 from kiln_cli import Candidate, KilnError, ToolCallRow
 from kiln_cli.config import DataConfig
+from kiln_cli.similarity import banding, shingles
 
 needs_rensa = pytest.mark.skipif(importlib.util.find_spec("rensa") is None, reason="rensa is absent")
 

@@ -1,7 +1,8 @@
 """The one admission contract: a conversation becomes token ids with proven labels, or has a declared reason not to.
 
 Order for one row: it parses, it has messages, its roles are known, its template renders it with labels that two methods
-agree on, it tokenizes without loss, it fits. The first failure is the row's only reason. Each row is judged alone.
+agree on, it tokenizes without loss, it fits. The first failure is the row's only reason. Each row is judged alone; but
+where rows are held out, one that would be trained on must not meet any of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import AdmittedRow, PackedRow, packed
 from kiln_stages.admitting.incoming import IncomingRow
+from kiln_stages.contamination.index import Index
+from kiln_stages.contamination.keys import row_keys
 from kiln_stages.labelling.labels import TOOLS_IGNORED, LabelFinder, Rendered
 from kiln_stages.labelling.tokens import Encoded, RowTokenizer
 
@@ -40,6 +43,9 @@ REASONS = {
     "boundary_straddle": "tokenization_error",
     "over_length": "tokenization_error",
 }
+# The last check, declared where rows are held out: a count of 0 elsewhere would say that somebody looked.
+CONTAMINATED = "contaminated"
+TRAINED_SPLIT = "corpus"  # what no held-out row may stand in; validation rows are trained on by nobody
 
 
 class RejectedDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +83,10 @@ class _TooLong(RowFault):
 
 
 class Admission:
-    """The contract under one template, tokenizer and cap. ``reasons``: the closed set of codes and the receipt's."""
+    """The contract under one template, tokenizer and cap. ``reasons``: the closed set of codes and the receipt's.
+
+    ``held_out``: rows that no row to train on may meet; None where none are given.
+    """
 
     def __init__(
         self,
@@ -86,13 +95,16 @@ class Admission:
         max_tokens: int | None,
         config: AdmitConfig,
         source_reasons: Iterable[str] = (),
+        held_out: Index | None = None,
     ) -> None:
         self._finder = finder
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._control = config.control_tokens
         self._arguments = config.compat is None
-        self.reasons = REASONS | dict.fromkeys(source_reasons, "tokenization_error")
+        self._held_out = held_out
+        last = () if held_out is None else (CONTAMINATED,)
+        self.reasons = REASONS | dict.fromkeys((*source_reasons, *last), "tokenization_error")
 
     def judge(self, split: str, rows: Iterable[IncomingRow]) -> Iterator[Judged]:
         """Every row kept or rejected, in order. An undeclared reason is a bug (KilnError KLN501)."""
@@ -108,6 +120,8 @@ class Admission:
         for incoming, text in zip(batch, rendered, strict=True):
             ignored = incoming.row.ignored if incoming.row is not None else ()
             outcome = text if isinstance(text, RowFault) else self._fit(next(encoded))
+            if self._held_out is not None and split == TRAINED_SPLIT and not isinstance(outcome, RowFault):
+                outcome = _apart(incoming, self._held_out) or outcome
             if isinstance(outcome, RowFault):
                 # Counted by a note, too: a whole file can fail for it, and one setting mends that.
                 noted = (TOOLS_IGNORED,) if outcome.detail.endswith(TOOLS_IGNORED) else ()
@@ -155,6 +169,15 @@ class Admission:
             detail=fault.detail.encode("utf-8", "backslashreplace").decode("utf-8"),
             tokens=fault.tokens if isinstance(fault, _TooLong) else None,
         )
+
+
+def _apart(incoming: IncomingRow, held_out: Index) -> RowFault | None:
+    """None for a row that meets no held-out one; else the fault. Its detail begins with the rule and names the row."""
+    match = held_out.match(row_keys(incoming, near=held_out.near))
+    if match is None:
+        return None
+    what = f"{match.what}: " if match.what else ""
+    return RowFault(CONTAMINATED, f"{match.rule}: {what}held-out {held_out.place(match)}")
 
 
 def _admitted(incoming: IncomingRow, encoded: Encoded) -> PackedRow:

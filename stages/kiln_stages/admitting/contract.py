@@ -16,6 +16,7 @@ from kiln_stages.admitting.admission import Admission
 from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
 from kiln_stages.admitting.row_views import RowView
+from kiln_stages.contamination.index import Index
 from kiln_stages.labelling.labels import LabelFinder
 from kiln_stages.labelling.markers import printed_markers
 from kiln_stages.labelling.rendering import ChatTemplate
@@ -42,8 +43,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     chat_mode: ToolsMode
     max_tokens: int | None
 
-    def admission(self, source_reasons: Iterable[str] = ()) -> Admission:
-        return Admission(self.finder, self.tokenizer, self.max_tokens, self.settings, source_reasons)
+    def admission(self, source_reasons: Iterable[str] = (), held_out: Index | None = None) -> Admission:
+        return Admission(self.finder, self.tokenizer, self.max_tokens, self.settings, source_reasons, held_out)
 
     def details(self, mode: ToolsMode) -> dict[str, Any]:
         """What the manifest says of it."""

@@ -45,7 +45,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def of_inputs(config: LoadedConfig, out: Path, plugins: Plugins, terms: Terms) -> str | None:
-    """None where the rows are no files that can be looked at quickly (a saved data set, say)."""
+    """None where the rows are no files that can be looked at quickly (a saved data set, say), or some are held out."""
+    if config.run.admit.held_out:
+        return None
     model = terms.files.directory
     files = [model / name for name in (*TOKENIZER_FILES, "config.json") if (model / name).is_file()]
     file = config.run.admit.file

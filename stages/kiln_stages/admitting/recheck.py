@@ -20,10 +20,9 @@ from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Terms, build_contract, load_terms
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import Job, judged_parts, worker_count
-from kiln_stages.admitting.tally import Tally
+from kiln_stages.admitting.tally import RECEIPTS, Tally
+from kiln_stages.contamination.held_out import open_held_out_again
 from kiln_stages.workers import Workers
-
-RECEIPTS = {"corpus": "admit/sft_ingestion.json", "heldout": "admit/heldout_ingestion.json"}
 
 
 def require_same_admission(
@@ -39,7 +38,9 @@ def require_same_admission(
     contract = build_contract(config, terms)
     with ExitStack() as stack:
         inputs = open_again(config, out, plugins, contract, manifest, stack)
-        job = Job(inputs, contract.admission(inputs[0].source_reasons))
+        held_out = open_held_out_again(config, out, plugins, manifest)
+        index = None if held_out is None else held_out.index
+        job = Job(inputs, contract.admission(inputs[0].source_reasons, index))
         workers = stack.enter_context(Workers(job, worker_count(inputs, None)))
         receipts = []
         for number, source in enumerate(inputs):

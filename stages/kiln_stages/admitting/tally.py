@@ -8,22 +8,30 @@ from typing import Any, Literal
 
 from kiln_cli.identity import corpus_sha256
 from kiln_cli.receipts import IngestionReceipt, RejectedRow
-from kiln_stages.admitting.admission import RejectedDetail
+from kiln_stages.admitting.admission import CONTAMINATED, RejectedDetail
 from kiln_stages.admitting.corpus import AdmittedDigest
 from kiln_stages.admitting.pipeline import Part, RowsInput
 
+# Where the receipt of each split is written.
+RECEIPTS = {"corpus": "admit/sft_ingestion.json", "heldout": "admit/heldout_ingestion.json"}
 # Rejected rows that are kept whole, for the message of an error.
 EXAMPLES = 20
 
 
 class Tally:
-    """Grows by :meth:`add`. Memory: the hash of every row, which the receipt must hold, and numbers."""
+    """Grows by :meth:`add`. Memory: the hash of every row, which the receipt must hold, and numbers.
+
+    ``invalid`` and ``contaminated`` hold the first of the rejected rows, the latter those that meet a held-out row;
+    ``met`` counts these by rule.
+    """
 
     def __init__(self, source: RowsInput, reasons: Iterable[str]) -> None:
         self.source = source
         self.kept_hashes: list[str] = []
         self.rejected: list[RejectedRow] = []
-        self.examples: list[RejectedDetail] = []
+        self.invalid: list[RejectedDetail] = []
+        self.contaminated: list[RejectedDetail] = []
+        self.met: Counter[str] = Counter()
         self._codes = dict.fromkeys(reasons, 0)
         self._ignored: Counter[str] = Counter()
         self._notes: Counter[str] = Counter()
@@ -56,7 +64,11 @@ class Tally:
             )
             if detail.tokens is not None:
                 self._over_length.append(detail.tokens)
-        self.examples += part.rejected[: EXAMPLES - len(self.examples)]
+            if detail.code == CONTAMINATED:
+                self.met[detail.detail.partition(":")[0]] += 1
+            examples = self.contaminated if detail.code == CONTAMINATED else self.invalid
+            if len(examples) < EXAMPLES:
+                examples.append(detail)
         self._blank += part.blank
         self._byte_order_marks += part.byte_order_marks
         self._ignored.update(part.ignored)

@@ -28,8 +28,9 @@ from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, PackedRow, read_corpus
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import Job, judged_parts, worker_count
-from kiln_stages.admitting.recheck import RECEIPTS, ingestion_difference
-from kiln_stages.admitting.tally import Tally
+from kiln_stages.admitting.recheck import ingestion_difference
+from kiln_stages.admitting.tally import RECEIPTS, Tally
+from kiln_stages.contamination.held_out import open_held_out_again
 from kiln_stages.evidence.claims import Claim, Status, Unavailable, claim, compare, differ, require
 from kiln_stages.evidence.receipt_claims import run_config
 from kiln_stages.reading.sources import STDIN
@@ -108,11 +109,13 @@ def _admit_claims(
         try:
             contract = build_contract(config, load_terms(config, plugins))
             inputs = open_again(config, run, plugins, contract, manifest, stack)
+            held_out = open_held_out_again(config, run, plugins, manifest)
         except KilnError as error:
             yield _undone("the rows can be admitted again", error, manifest)
             return
         yield claim("template, tokenizer and tools are the admitted ones", partial(_check_terms, manifest, contract))
-        job = Job(inputs, contract.admission(inputs[0].source_reasons))
+        index = None if held_out is None else held_out.index
+        job = Job(inputs, contract.admission(inputs[0].source_reasons, index))
         workers = stack.enter_context(Workers(job, worker_count(inputs, None)))
         for number, source in enumerate(inputs):
             try:

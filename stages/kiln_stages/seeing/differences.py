@@ -16,7 +16,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins
 from kiln_cli.terminal import SILENT, Progress, Task, table
 from kiln_cli.text import printable
-from kiln_stages.admitting.admission import RejectedDetail
+from kiln_stages.admitting.admission import CONTAMINATED, RejectedDetail
 from kiln_stages.admitting.contract import Contract
 from kiln_stages.admitting.corpus import AdmittedRow
 from kiln_stages.admitting.inputs import open_again
@@ -163,6 +163,8 @@ def _written(admitted: Admitted, split: str) -> Iterator[_Written]:
 
 
 def _kind(was: _Written, now: AdmittedRow | RejectedDetail) -> Kind:
+    if was.offered.fault is not None and was.offered.fault.code == CONTAMINATED:
+        return "rejected_by_both"  # no template makes it another row
     if isinstance(now, RejectedDetail):
         if was.offered.fault is None:
             return "rejected_there"

@@ -23,7 +23,7 @@ from kiln_cli.manifests import read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_cli.text import printable
-from kiln_stages.admitting.admission import RejectedDetail
+from kiln_stages.admitting.admission import CONTAMINATED, RejectedDetail
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow
 from kiln_stages.admitting.incoming import IncomingRow
@@ -100,7 +100,7 @@ def open_admitted(run: Path, plugins: Plugins, stack: ExitStack) -> Admitted:
 
 
 def outcome_of(contract: Contract, source: RowsInput, incoming: IncomingRow) -> Outcome:
-    """The row through the contract as admission does it, with the text of each token."""
+    """The row through the contract as admission does it, with the text of each token. Held-out rows play no part."""
     admission = contract.admission(source.source_reasons)
     (judged,) = admission.judge(source.split, [incoming])
     rendered = admission.render(incoming)
@@ -125,11 +125,12 @@ def outcome_of(contract: Contract, source: RowsInput, incoming: IncomingRow) -> 
 def require_same_outcome(admitted: Admitted, row: Offered, incoming: IncomingRow, outcome: Outcome) -> None:
     """Raises KilnError KLN207 where a row made again is not what admission wrote."""
     what = "code"
-    was = row.fault.code if row.fault is not None else "kept"
+    met = row.fault is not None and row.fault.code == CONTAMINATED  # then the row itself is as good as a kept one
+    was = row.fault.code if row.fault is not None and not met else "kept"
     now = outcome.fault.code if outcome.fault is not None else "kept"
     if was == now and incoming.sha256() != row.row_sha256:
         what, was, now = "hash", row.row_sha256, incoming.sha256()
-    elif was == now == "kept":
+    elif was == now == "kept" and not met:
         ids, spans = trail.tokens_of(admitted.run, admitted.manifest, row)
         trained = {place for start, end in spans for place in range(start, end)}
         made = [(token.id, token.label == TRAINED) for token in outcome.tokens]

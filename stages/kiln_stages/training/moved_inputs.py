@@ -15,7 +15,7 @@ from kiln_cli.manifests import read_ingestion, read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_stages.admitting.contract import load_terms
 from kiln_stages.admitting.corpus import read_corpus
-from kiln_stages.admitting.recheck import RECEIPTS
+from kiln_stages.admitting.tally import RECEIPTS
 from kiln_stages.training.checkpoint import Checkpoint
 from kiln_stages.training.checkpoint_manifest import Difference, differences, refuse
 from kiln_stages.training.inputs import Inputs, read_base, train_row

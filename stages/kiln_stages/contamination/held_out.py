@@ -1,0 +1,97 @@
+"""The rows that an admission holds out: opened, laid out to be met, and told of in its manifest.
+
+What the manifest says of them is enough to see later that they are the same rows, read in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kiln_cli.config import LoadedConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.plugins import Plugins
+from kiln_cli.receipts import StageManifest
+from kiln_cli.text import printable
+from kiln_stages.contamination.index import Index
+from kiln_stages.contamination.reader import Reader
+from kiln_stages.contamination.references import Reference, open_reference
+
+
+class HeldOut:
+    """What ``[admit] held_out`` names. ``index`` holds all its rows."""
+
+    def __init__(self, references: list[Reference], near_threshold: float | None, *, drops: bool) -> None:
+        self.index = Index([rows for reference in references for rows in reference.sets], near_threshold, "--held-out")
+        self._references = references
+        self._near_threshold = near_threshold
+        self._drops = drops
+
+    def details(self, met: Mapping[str, int]) -> dict[str, Any]:
+        """What the manifest says. ``met``: rows to train on that met one of these, by rule."""
+        return {
+            "rows": self._rows(),
+            "near_threshold": self._near_threshold,
+            "contaminated": "dropped" if self._drops else "refused",
+            "met": dict(sorted(met.items())),
+        }
+
+    def require_same(self, recorded: Any) -> None:
+        """Raises KilnError KLN207 with the first difference from what a manifest recorded."""
+        written = recorded.get("rows") if isinstance(recorded, dict) else None
+        for place, found in enumerate(self._rows()):
+            expected = written[place] if isinstance(written, list) and place < len(written) else None
+            if found != expected:
+                raise KilnError(
+                    "KLN207",
+                    f"the held-out rows of {printable(found['given'])} are not those that admit_manifest.json names: "
+                    f"{_shown(found)}, expected {_shown(expected)}",
+                    hint="restore them, or run `kiln admit` again",
+                )
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {"given": each.given, "kind": each.kind, "sets": [rows.identity() for rows in each.sets]}
+            for each in self._references
+        ]
+
+
+def open_held_out(config: LoadedConfig, scratch: Path, plugins: Plugins) -> HeldOut | None:
+    """None where the config holds no rows out.
+
+    Raises KilnError KLN206 for a held-out row that is no conversation: nothing could be said of it. Else as
+    :func:`open_reference` does, and KLN301 where near duplicates are asked for and rensa is not installed.
+    """
+    settings = config.run.admit
+    if not settings.held_out:
+        return None
+    reader = Reader(plugins, config.base_dir, scratch, near=settings.near_threshold is not None, settings=settings)
+    references = [open_reference(given, reader) for given in settings.held_out]
+    for rows in (rows for reference in references for rows in reference.sets):
+        if rows.misfits:
+            first = rows.misfits[0]
+            raise KilnError(
+                "KLN206",
+                f"{len(rows.misfits)} held-out rows of {rows.name} are no conversations and have no prompt to compare; "
+                f"row {first.row_index} (line {first.line}): {first.detail}",
+                hint="mend them, or take them out of the file",
+            )
+    return HeldOut(references, settings.near_threshold, drops=settings.drop_contaminated)
+
+
+def open_held_out_again(
+    config: LoadedConfig, scratch: Path, plugins: Plugins, manifest: StageManifest
+) -> HeldOut | None:
+    """As :func:`open_held_out`, for an admission that is done. Raises KilnError KLN207 where other rows are found."""
+    found = open_held_out(config, scratch, plugins)
+    if found is not None:
+        found.require_same(manifest.details.get("held_out"))
+    return found
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "nothing"
+    sets = (f"{each['rows']} rows of {each['name']} by {each['by']} ({each['sha256']})" for each in value["sets"])
+    return printable(f"{value['kind']}: {', '.join(sets)}")
