@@ -19,12 +19,16 @@ from kiln_stages.admitting.prepared_rows import ToolsMode, to_chat_row
 
 
 class IncomingRow(msgspec.Struct, frozen=True):
-    """A row on its way in: ``row``, or the fault that keeps it from being one and the hash of its raw bytes."""
+    """A row on its way in: ``row``, or the fault that keeps it from being one and the hash of its raw bytes.
+
+    ``prepared``: its record is a line that prepare wrote.
+    """
 
     record: Record
     row: ChatRow | None
     example_id: str | None = None
     fault: RowFault | None = None
+    prepared: bool = False
 
     def sha256(self) -> str:
         if self.row is not None:
@@ -49,7 +53,7 @@ def prepared_rows(records: Iterable[Record], mode: ToolsMode) -> Iterator[Incomi
                 f"the line at byte {record.offset} is no prepared example: {printable(error)}",
                 hint="run `kiln prepare` again",
             ) from None
-        yield IncomingRow(record, to_chat_row(example, mode), example.example_id)
+        yield IncomingRow(record, to_chat_row(example, mode), example.example_id, prepared=True)
 
 
 def chat_rows(

@@ -97,7 +97,7 @@ def _source_keys(record: Record) -> RowKeys:
 
 def _conversation(incoming: IncomingRow) -> ChatRow | None:
     """The row; for a line that prepare wrote, as its template would have it that knows tools."""
-    if incoming.example_id is None or incoming.record.text is None:
+    if not incoming.prepared or incoming.record.text is None:
         return incoming.row
     return native_row(msgspec.json.decode(incoming.record.text, type=PreparedExample))
 
