@@ -21,7 +21,7 @@ from kiln_cli.manifests import MANIFEST_NAMES, RECEIPT_NAME, read_manifest, read
 from kiln_cli.receipts import StageManifest, TrainReceipt
 from kiln_cli.terminal import duration, terminal
 from kiln_cli.text import printable
-from kiln_stages.correcting.marking import is_of_corrections, read_marked
+from kiln_stages.correcting.marking import Marked, is_of_corrections, read_marked
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
 from kiln_stages.training.metrics import LoggedStep, steps_from_end
 from kiln_stages.training.training_file import read_training
@@ -70,7 +70,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     quiet_seconds: int | None = None
     failure_reason: str | None = None
     failure_message: str | None = None
-    corrections: str | None = None  # what became of those that were trained on
+    corrections: Marked | None = None  # what was marked of those that were trained on
     notes: list[str] = []
     next: str | None
 
@@ -128,7 +128,7 @@ def page(status: Status) -> str:
     if (checkpoint := status.checkpoint) is not None:
         lines.append(("checkpoint", printable(checkpoint.name, 400)))
     if status.corrections is not None:
-        lines.append(("corrections", status.corrections))
+        lines.append(("corrections", status.corrections.account()))
     lines += [("note", note) for note in status.notes]
     lines.append(("next", status.next or "wait for it to end"))
     width = max(len(name) for name, _ in lines) + 2
@@ -159,6 +159,7 @@ class _Reading:
         self.receipt = self._read_receipt()
         self.steps = self._logged()
         self.checkpoint = _latest_checkpoint(self.directory)
+        self.marked = read_marked(run, self.receipt) if self.receipt is not None else None
         self.notes: list[str] = []
 
     def status(self) -> Status:
@@ -167,7 +168,7 @@ class _Reading:
         recent = [step.loss for step in self.steps]
         failed = receipt is not None and state == "failed"
         self._note_changes(state)
-        marked = self._marked(state)
+        self._note_corrections(state)
         return Status(
             run=str(self.run),
             state=state,
@@ -185,7 +186,7 @@ class _Reading:
             quiet_seconds=self._quiet_seconds(),
             failure_reason=receipt.failure_reason if receipt is not None and failed else None,
             failure_message=receipt.failure_message if receipt is not None and failed else None,
-            corrections=marked,
+            corrections=self.marked,
             notes=self.notes,
             next=self._next(state),
         )
@@ -250,16 +251,13 @@ class _Reading:
         if behind > 0 and state in ("unfinished", "failed"):
             self.notes.append(f"the checkpoint is {behind} steps behind the log: resuming makes them again")
 
-    def _marked(self, state: str) -> str | None:
-        """What became of the corrections of a finished training; None where its rows are none."""
-        if state != "finished" or self.receipt is None or not is_of_corrections(self.admit):
-            return None
-        marked = read_marked(self.run, self.receipt)
-        if marked is not None:
-            return marked.account()
-        again = f"kiln train {_config(self.run)} --out {_quoted(self.run)}"
-        self.notes.append(f"the training is complete, and `{again}` marks its corrections")
-        return "not marked yet"
+    def _to_be_marked(self, state: str) -> bool:
+        """Whether a training of corrections is finished and they are not marked."""
+        return state == "finished" and is_of_corrections(self.admit) and self.marked is None
+
+    def _note_corrections(self, state: str) -> None:
+        if self._to_be_marked(state):
+            self.notes.append("the training is complete and its corrections are not marked: training again marks them")
 
     def _held_out(self) -> list[Point]:
         points = {}
@@ -284,9 +282,9 @@ class _Reading:
         run = _quoted(self.run)
         if self.holder is not None:
             return None
-        if state == "finished":
-            return f"kiln verify-receipt {run}"
         again = f"kiln train {_config(self.run)} --out {run}"
+        if state == "finished":
+            return again if self._to_be_marked(state) else f"kiln verify-receipt {run}"
         if state == "admitted":
             return again
         if self._changed() or (self.receipt is not None and self.receipt.failure_reason == "nan_loss"):

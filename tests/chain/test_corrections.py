@@ -183,7 +183,7 @@ def test_under_fail_the_correction_is_named(project: Path, kiln: Kiln) -> None:
 @pytest.mark.parametrize("key", ["dataset_split=holdout", "source=sharegpt", 'map={user="q",assistant="a"}'])
 def test_settings_that_corrections_do_not_have(project: Path, kiln: Kiln, key: str) -> None:
     done = kiln("corrections", "admit", project / "kiln.toml", "--set", f"admit.{key}", "--out", project / "run")
-    assert done.code == 2 and "KLN203" in done.err and "corrections have" in done.err
+    assert done.code == 2 and "KLN203" in done.err and "corrections" in done.err
 
 
 # --- cut, failed and cancelled trainings
@@ -246,8 +246,9 @@ def test_a_kill_between_receipt_and_mark_is_made_good_by_training_again(project:
     receipt = (project / "run" / "train_receipt.json").read_bytes()
     assert json.loads(receipt)["status"] == "success"
     assert marks(project) == (UNMARKED if dies == "before" else TRAINED)
-    note = "the training is complete, and `kiln train"
-    assert note in kiln("status", project / "run").out
+    note = "its corrections are not marked: training again marks them"
+    status = kiln("status", project / "run").out
+    assert note in status and f"kiln train {project}/run/config.resolved.toml" in status
     between = (project / STORE).read_bytes()
     told = train(project, kiln)
     assert "unchanged: " in told and "3 marked as trained into support-bot" in told
@@ -295,7 +296,7 @@ def test_a_store_that_is_not_there_is_told_and_the_training_stands(project: Path
     told = train(project, kiln)
     assert "kiln: warning: the training is complete, but its corrections are not marked: there is no store" in told
     assert not (project / ".kiln").exists()
-    assert "not marked yet" in kiln("status", project / "run").out
+    assert "its corrections are not marked" in kiln("status", project / "run").out
     (project / "moved").rename(project / ".kiln")
     assert "3 marked" in train(project, kiln)
     assert marks(project) == TRAINED

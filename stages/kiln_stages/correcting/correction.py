@@ -57,7 +57,11 @@ class Correction(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.trained_into is not None:
             return "trained" if self.trained_row_sha256 in (None, self.row().sha256()) else "stale"
-        return "unfit" if self.unfit() else "active"
+        return "active" if self.active() else "unfit"
+
+    def active(self) -> bool:
+        """Whether it is to be trained on: the rule of the public server."""
+        return self.trained_into is None and not self.unfit()
 
 
 def trimmed(text: str) -> str:

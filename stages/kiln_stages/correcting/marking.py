@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kiln_cli.config import LoadedConfig
-from kiln_cli.errors import KilnError
+from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.files import write_file
 from kiln_cli.manifests import document, read_document
 from kiln_cli.receipts import StageManifest, TrainReceipt
@@ -129,7 +129,11 @@ def _mark_one(store: Store, row: AdmittedCorrection, done: Marked) -> None:
     done.marked.append(row.request_id)
     if (correction.trained_into, correction.trained_row_sha256) != (done.adapter, row.row_sha256):
         marker = {"trained_into": done.adapter, "trained_at": done.at, "trained_row_sha256": row.row_sha256}
-        store.set_members(line, {key: msgspec.json.encode(value).decode() for key, value in marker.items()})
+        try:
+            store.set_members(line, {key: msgspec.json.encode(value).decode() for key, value in marker.items()})
+        except RowFault as fault:  # the line would be longer than a line may be
+            why = f"correction {printable(row.request_id)} cannot be marked: {fault.detail}"
+            raise KilnError("KLN206", why, hint="shorten the line of it in the store") from None
 
 
 def _shown(ids: list[str]) -> str:

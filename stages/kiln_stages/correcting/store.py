@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ class Line:
         self.raw = raw
         self.fault = ""
         self.repeated = False
+        self._state: LineState | None = None
         self.correction: Correction | None = None
         if text := self.text:
             try:
@@ -53,6 +55,11 @@ class Line:
         return self.raw.strip(TRIMMED)
 
     def state(self) -> LineState:
+        if self._state is None:
+            self._state = self._find_state()
+        return self._state
+
+    def _find_state(self) -> LineState:
         if self.correction is None:
             return "malformed" if self.fault else "blank"
         return "repeated" if self.repeated else self.correction.state()
@@ -67,7 +74,7 @@ class Line:
             return False
         correction = read_correction(new)
         at = self.raw.index(old)
-        self.raw, self.correction = self.raw[:at] + new + self.raw[at + len(old) :], correction
+        self.raw, self.correction, self._state = self.raw[:at] + new + self.raw[at + len(old) :], correction, None
         return True
 
 
@@ -103,13 +110,13 @@ class Store:
 
     def active(self) -> list[Correction]:
         """The corrections that are to be trained on, in the store's order."""
-        lines = (line for line in self.lines if line.state() == "active")
-        return [line.correction for line in lines if line.correction is not None]
+        found = (line.correction for line in self.lines if line.correction is not None and not line.repeated)
+        return [correction for correction in found if correction.active()]
 
     def counts(self) -> dict[str, int]:
         """Lines by state, zeroes included; blank lines are none."""
-        states = [line.state() for line in self.lines]
-        return {state: states.count(state) for state in STATES}
+        states = Counter(line.state() for line in self.lines)
+        return {state: states[state] for state in STATES}
 
     def add(self, text: str) -> Line:
         """A new line at the top. Raises RowFault where ``text`` is no correction."""
