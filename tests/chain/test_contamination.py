@@ -349,7 +349,7 @@ def test_prepared_rows_meet_conversations_however_they_are_rendered(prepared: Pa
     held_out.write_bytes(lines({"messages": [asked, {"role": "assistant", "content": None, "tool_calls": called}]}))
     done = kiln("admit", config, "--out", run, "--held-out", held_out)
     assert done.code == 1
-    assert "corpus row 1 (line 1): normal_example: held-out" in done.err
+    assert f"corpus row 1 (line 1, {example['example_id']}): normal_example: held-out" in done.err
 
 
 def test_train_looks_again(prepared: Path, kiln: Kiln) -> None:
