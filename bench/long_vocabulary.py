@@ -25,7 +25,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import torch
-    from kiln_plugins.cross_entropy import CHUNK, cross_entropy
+    from kiln_plugins.chunks import CHUNK
+    from kiln_plugins.cross_entropy import cross_entropy
     from kiln_stages.training import determinism
 
     from kiln_cli.extensions import LossBatch

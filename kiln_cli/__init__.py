@@ -2,7 +2,7 @@
 
 from kiln_cli.chat import ChatRow
 from kiln_cli.errors import KilnError, RowFault
-from kiln_cli.extensions import DropReason, Loss, LossBatch, LossOut, Source, Template
+from kiln_cli.extensions import DropReason, Head, Loss, LossBatch, LossOut, Observed, Source, Template
 from kiln_cli.hookspecs import hookimpl
 from kiln_cli.records import Candidate, Record, ToolCallRow
 
@@ -10,10 +10,12 @@ __all__ = [
     "Candidate",
     "ChatRow",
     "DropReason",
+    "Head",
     "KilnError",
     "Loss",
     "LossBatch",
     "LossOut",
+    "Observed",
     "Record",
     "RowFault",
     "Source",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -79,13 +80,22 @@ class DropReason(msgspec.Struct, frozen=True, kw_only=True):
     match: Callable[[Sequence[str], DataConfig], Iterable[tuple[int, int]]] | None = None
 
 
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that an environment wrote within a trajectory: M positions, gathered as the supervised ones are."""
+
+    hidden: torch.Tensor  # [M, H]: the states that predict them
+    targets: torch.Tensor  # [M] int64
+    total: int  # observation tokens of the rows before any was left out: what a mean over them divides by
+
+
 class LossBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What a loss is given beside the hidden states. N supervised positions, gathered before the output projection."""
 
     targets: torch.Tensor  # [N] int64: the token that each position must predict
     weights: torch.Tensor  # [N] float32: 1 unless a row weighs its positions
     row_ids: torch.Tensor  # [N] int64: which row of the batch a position belongs to
-    columns: dict[str, Any] = {}  # the loss's own columns of the corpus, for these positions
+    columns: dict[str, torch.Tensor] = {}  # [N, ...] by name: what else the corpus says of these positions
+    observed: Observed | None = None  # None where the rows have no observation tokens, or they are not trained on
 
 
 class LossOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,22 +106,41 @@ class LossOut(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
 
 
+class Head(Protocol):
+    """The model's own output head, scaling and soft caps included; N, H and V as above.
+
+    A loss that needs the call alone may name it ``Callable[[Tensor], Tensor]``, and works with any such function.
+    """
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, H] in the model's dtype -> logits [n, V]."""
+        ...
+
+    def at(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """rows [n, H], ids [n, K] int64 -> logits [n, K]: those of a few tokens at each position. The other logits are
+        not computed where the model's head lets them be left out."""
+        ...
+
+
 class LossFunction(Protocol):
-    def __call__(
-        self, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], batch: LossBatch
-    ) -> LossOut:
+    def __call__(self, hidden: torch.Tensor, project: Head, batch: LossBatch) -> LossOut:
         """hidden [N, H] in the model's dtype; ``project(rows [n, H]) -> logits [n, V]`` is the model's own head."""
         ...
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A training loss. ``target`` is ``module:function``, imported only when a training uses it (it needs torch)."""
+    """A training loss. ``target`` is ``module:function``, imported only when a training uses it (it needs torch).
+
+    ``columns`` names what the function reads of ``LossBatch.columns``: rows that lack one cannot be trained with it.
+    """
 
     name: str
     doc: str
     target: str
+    columns: tuple[str, ...] = ()
 
-    def load(self) -> LossFunction:
+    def load(self, **settings: Any) -> LossFunction:
+        """The function. ``settings``: its keyword arguments, the same for every step of a training."""
         module, _, attribute = self.target.partition(":")
         function: LossFunction = getattr(importlib.import_module(module), attribute)
-        return function
+        return partial(function, **settings) if settings else function

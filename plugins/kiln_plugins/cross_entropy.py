@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from kiln_cli import LossBatch, LossOut
-
-CHUNK = 128  # positions; at V = 150,000 one chunk of float32 logits is 77 MB
+from kiln_plugins.chunks import CHUNK, chunked_sum, widened
 
 
 def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], batch: LossBatch, chunk: int = CHUNK) -> LossOut:
@@ -37,21 +33,12 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], batch: Lo
     if not count or batch.targets.shape != (count,) or batch.weights.shape != (count,):
         shapes = tuple(hidden.shape), tuple(batch.targets.shape), tuple(batch.weights.shape)
         raise ValueError(f"hidden, targets and weights have shapes {shapes}; expected [N, H], [N] and [N] with N > 0")
-    summed = partial(_weighted_sum, project)
-    parts = []
-    for begin in range(0, count, chunk):
-        part = slice(begin, begin + chunk)
-        args = hidden[part], batch.targets[part], batch.weights[part]
-        if count <= chunk:  # its logits are within the bound already: nothing to gain from computing them twice
-            parts.append(summed(*args))
-        else:
-            again = checkpoint(summed, *args, use_reentrant=False, preserve_rng_state=False)
-            parts.append(cast(Tensor, again))
-    return LossOut(loss=torch.stack(parts).sum() / batch.weights.sum())
+    total = chunked_sum(partial(weighted_nll, project), hidden, batch.targets, batch.weights, chunk=chunk)
+    return LossOut(loss=total / batch.weights.sum())
 
 
-def _weighted_sum(project: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+def weighted_nll(project: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """hidden [n, H], targets [n], weights [n] -> scalar float32: the sum of weight x -log p(target)."""
-    logits = project(hidden).float()  # [n, V]
+    logits = widened(project(hidden))  # [n, V]
     nll = F.cross_entropy(logits, targets, reduction="none")  # [n]
     return (nll * weights).sum()

@@ -65,7 +65,7 @@ def test_the_head_shares_parameters_and_leaves_the_model_whole() -> None:
     before = dict(causal.named_modules())
     model = LanguageModel(causal)
     assert dict(causal.named_modules()) == before
-    assert model._head.lm_head is causal.lm_head
+    assert model.head.module.lm_head is causal.lm_head
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ architecture, and a probe proves at load that the two halves give what the whole
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
 from kiln_stages.training import determinism, fast_paths
+from kiln_stages.training.head import OutputHead
 from kiln_stages.training.lora import LoraShape, add_lora, are_transposed, choose_targets
 from kiln_stages.training.segments import split_layers
 
@@ -55,7 +55,7 @@ class LanguageModel:
         self.fast_paths = fast_paths.NONE
         self._fast_forwards: fast_paths.Forwards = {}
         self._decoder: Any = cast(Any, causal).base_model
-        self._head = _head_only(causal)
+        self.head = OutputHead(causal)
         self.probe = self._prove_head()
 
     @property
@@ -73,8 +73,7 @@ class LanguageModel:
 
     def project(self, rows: Tensor) -> Tensor:
         """rows [n, H] -> logits [n, V] through the model's own head."""
-        logits: Tensor = self._head(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits  # [1, n, V]
-        return logits.squeeze(0)
+        return self.head(rows)
 
     def add_lora(self, rank: int, alpha: float, seed: int, target_modules: list[str] | None = None) -> None:
         """Puts trainable LoRA leaves on the target layers, and runs parts of the model by faster paths.
@@ -125,7 +124,8 @@ class LanguageModel:
         ids = self._probe_ids()
         try:
             full: Tensor = cast(Any, self.causal)(input_ids=ids, use_cache=False).logits[0].float()  # [T, V]
-            gathered = self.project(self.hidden(ids)[0, 1::3]).float()  # [T / 3, V]
+            rows = self.hidden(ids)[0, 1::3]  # [T / 3, H]
+            gathered = self.project(rows).float()  # [T / 3, V]
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise _refused(f"its head cannot be run apart from its decoder: {printable(error)}") from error
         wanted = full[1::3]
@@ -135,6 +135,7 @@ class LanguageModel:
         relative = float((gathered - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
         if not relative <= bound:  # written so that NaN is refused too
             raise _refused(f"gathered logits differ from full logits by {relative:.3g} of the largest, bound {bound:g}")
+        self.head.prove_columns(rows, bound)
         return HeadProbe(exact=bool(torch.equal(gathered, wanted)), relative=relative, bound=bound)
 
 
@@ -206,36 +207,6 @@ def require_model_files(path: Path) -> None:
     for name in names:
         if not (path / name).is_file():
             raise _not_loadable(path, f"{printable(name)} is missing")
-
-
-def _head_only(causal: nn.Module) -> nn.Module:
-    """The same model, parameters shared, with the decoder replaced by one that hands its input through."""
-    prefix = str(cast(Any, causal).base_model_prefix)
-    if prefix not in causal._modules:
-        raise _refused(f"it has no decoder under the name {prefix!r}")
-    head = copy.copy(causal)
-    # A shallow copy shares its tables of modules with the original: without this line the original would change too.
-    head.__dict__["_modules"] = {**causal._modules, prefix: _Passthrough()}
-    return head
-
-
-class _HeadInput:
-    """A decoder's output to a head: hidden states, by name or as item 0. Whatever else it asks for is None."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.last_hidden_state = rows
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-
-class _Passthrough(nn.Module):
-    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _HeadInput:
-        return _HeadInput(inputs_embeds)
 
 
 def _not_loadable(path: Path, detail: str) -> KilnError:
