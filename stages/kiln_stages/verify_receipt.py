@@ -53,12 +53,11 @@ from kiln_stages.evidence.claims import (
 )
 from kiln_stages.evidence.digests import Digest, Digests
 from kiln_stages.evidence.output_claims import output_claims
-from kiln_stages.evidence.receipt_claims import receipt_claims
+from kiln_stages.evidence.receipt_claims import kind_of, receipt_claims
 from kiln_stages.evidence.signature import signature_path
 from kiln_stages.evidence.signature import signer as signed_by
 from kiln_stages.evidence.words import explanation
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
-from kiln_stages.training.order import times_trained
 from kiln_stages.training.tensors import base_model_sha256, weight_files, weight_shards
 
 SHOWN = 5  # claims that the closing error names
@@ -271,7 +270,7 @@ class _Verification:
         receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"), self.digests)
         if found.hashes != (hashes := receipt.data.sft_ingestion.kept_row_hashes):
             return f"{len(found.hashes)} rows in the corpus, {len(hashes)} kept hashes in the receipt, and they differ"
-        times = times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(found.hashes))
+        times = kind_of(receipt).times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(found.hashes))
         action = sum(map(mul, times, found.supervised))
         expected = {"action_tokens": action, "context_tokens": sum(map(mul, times, found.tokens)) - action}
         return compare("token_counts", receipt.token_counts, expected)

@@ -33,13 +33,13 @@ from cut_runs import (
 )
 from kiln_stages.training.checkpoint import (
     ADAPTER,
-    LOOP_STATE,
     MANIFEST,
     OPTIMIZER,
     checkpoint_name,
     list_checkpoints,
     load_checkpoint,
 )
+from kiln_stages.training.kinds import SFT
 from kiln_stages.training.loop import StepRecord
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.order import epoch_order
@@ -181,7 +181,7 @@ def test_a_cursor_moved_back_by_one_with_all_else_made_to_agree_ends_in_other_bi
     checkpoint = _leave(uncut, tmp_path, logged=DAMAGED - 1, checkpoint=DAMAGED)
     honest = load_checkpoint(uncut.directory / checkpoint_name("adapter", DAMAGED - 1))
     manifest = json.loads((honest.path / MANIFEST).read_bytes())
-    (checkpoint / LOOP_STATE).write_bytes((honest.path / LOOP_STATE).read_bytes())
+    (checkpoint / SFT.loop_state_file).write_bytes((honest.path / SFT.loop_state_file).read_bytes())
     (checkpoint / MANIFEST).write_bytes(document(manifest))
     checkpoint = checkpoint.rename(checkpoint.with_name(honest.path.name))
     rehash(checkpoint)
@@ -194,7 +194,7 @@ def test_a_cursor_moved_back_by_one_with_all_else_made_to_agree_ends_in_other_bi
 def _loop(checkpoint: Path, edit: Callable[[LoopState], object]) -> None:
     state = load_checkpoint(checkpoint).loop
     edit(state)
-    (checkpoint / LOOP_STATE).write_bytes(document(state))
+    (checkpoint / SFT.loop_state_file).write_bytes(document(state))
 
 
 def _drop(path: Path, part: str) -> None:
@@ -327,7 +327,7 @@ def test_a_whole_history_of_other_losses_is_not_that_of_the_log(uncut: Uncut, tm
     again = LoopState(lora_grad_norms=state.lora_grad_norms)
     for place, loss in enumerate(state.loss_history):
         again.commit(loss + 0.5 * (place == 3), {}, ROWS)
-    (checkpoint / LOOP_STATE).write_bytes(document(again))
+    (checkpoint / SFT.loop_state_file).write_bytes(document(again))
     rehash(checkpoint)
     with pytest.raises(KilnError, match="they agree for 3 of 17 steps") as caught:
         go_on(uncut.plan, tmp_path)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cut_runs import RUN, admitted_project, rehash, train_in_process
-from kiln_stages.training.checkpoint import ADAPTER, LOOP_STATE, OPTIMIZER, checkpoint_name, load_checkpoint
+from kiln_stages.training.checkpoint import ADAPTER, OPTIMIZER, checkpoint_name, load_checkpoint
+from kiln_stages.training.kinds import SFT
 from kiln_stages.training.loop_state import LoopState
 from safetensors.numpy import load_file, save_file
 from tiny_model import Kiln
@@ -128,8 +129,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: _edit(at / ADAPTER, "layers.1.mlp.down_proj.lora_B", _last_bit),
         "behind step 30, adapter tensor base_model.model.model.layers.1.mlp.down_proj.lora_B.weight has bits",
     ),
-    "loss": (lambda at: _history(at / LOOP_STATE), "step 22 has loss "),
-    "gradient norms": (lambda at: _norms(at / LOOP_STATE), "behind step 30, loop.lora_grad_norms"),
+    "loss": (lambda at: _history(at / SFT.loop_state_file), "step 22 has loss "),
+    "gradient norms": (lambda at: _norms(at / SFT.loop_state_file), "behind step 30, loop.lora_grad_norms"),
 }
 
 

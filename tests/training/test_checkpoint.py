@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from kiln_stages.training.checkpoint import (
     ADAPTER,
-    LOOP_STATE,
     MANIFEST,
     OPTIMIZER,
     latest_checkpoint,
@@ -22,6 +21,7 @@ from kiln_stages.training.checkpoint import (
     publish_checkpoint,
 )
 from kiln_stages.training.checkpoint_manifest import Binding, RngStream, differences, require_same, scheduler_state
+from kiln_stages.training.kinds import SFT
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.order import epoch_order
 from kiln_stages.training.trainer import Trainer, require_no_later, train_adapter
@@ -65,7 +65,7 @@ def test_interval_checkpoints_are_published_but_never_for_the_last_step(director
 
 def test_the_layout_is_that_of_the_contract(directory: Path) -> None:
     path = list_checkpoints(directory)[1][1]
-    assert {entry.name for entry in path.iterdir()} == {MANIFEST, ADAPTER, OPTIMIZER, LOOP_STATE}
+    assert {entry.name for entry in path.iterdir()} == {MANIFEST, ADAPTER, OPTIMIZER, SFT.loop_state_file}
     assert all(entry.stat().st_mode & 0o777 == 0o444 for entry in path.iterdir())
     manifest = json.loads((path / MANIFEST).read_bytes())
     assert manifest["manifest_type"] == "kiln.training-checkpoint.v1"
@@ -80,7 +80,7 @@ def test_the_layout_is_that_of_the_contract(directory: Path) -> None:
     assert {name: entry["role"] for name, entry in manifest["files"].items()} == {
         ADAPTER: "adapter-parameters",
         OPTIMIZER: "optimizer-state",
-        LOOP_STATE: "loss-history",
+        SFT.loop_state_file: "loss-history",
     }
     assert manifest["rng_states"]["epoch-order"] == {
         "algorithm": "kiln-cli.epoch-order.v1",
@@ -107,8 +107,7 @@ def test_an_sgd_checkpoint_has_no_optimizer_file(model_dir: Path, tmp_path: Path
 
 def test_published_steps_are_immutable(trainer: Trainer, directory: Path) -> None:
     checkpoint = load_checkpoint(list_checkpoints(directory)[0][1])
-    order = checkpoint.manifest.progress.data_order
-    args = trainer.binding, checkpoint.loop, order, checkpoint.adapter, checkpoint.optimizer
+    args = trainer.binding, checkpoint.loop, checkpoint.adapter, checkpoint.optimizer
     with pytest.raises(KilnError, match="exists and is immutable") as caught:
         publish_checkpoint(directory, *args)
     assert caught.value.code == "KLN206"
@@ -117,13 +116,12 @@ def test_published_steps_are_immutable(trainer: Trainer, directory: Path) -> Non
 def test_parts_that_contradict_each_other_are_not_published(trainer: Trainer, directory: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(list_checkpoints(directory)[0][1])
     checkpoint.loop.loss_history.append(1.0)
-    order = checkpoint.manifest.progress.data_order
     with pytest.raises(ValueError, match="loss_history has 4 losses for step 3"):
-        publish_checkpoint(tmp_path, trainer.binding, checkpoint.loop, order, checkpoint.adapter, checkpoint.optimizer)
+        publish_checkpoint(tmp_path, trainer.binding, checkpoint.loop, checkpoint.adapter, checkpoint.optimizer)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [MANIFEST, ADAPTER, OPTIMIZER, LOOP_STATE])
+@pytest.mark.parametrize("name", [MANIFEST, ADAPTER, OPTIMIZER, SFT.loop_state_file])
 def test_any_flipped_bit_is_refused(name: str, copy: Path) -> None:
     data = (copy / name).read_bytes()
     for place in sorted({0, 9, len(data) // 3, len(data) // 2, len(data) - 2}):
@@ -242,8 +240,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(at: str, value: Any, mess
     ],
 )
 def test_a_loop_state_that_contradicts_itself_is_refused(at: str, value: Any, message: str, copy: Path) -> None:
-    state = json.loads((copy / LOOP_STATE).read_bytes()) | {at: value}
-    _seal(copy, LOOP_STATE, document(state))
+    state = json.loads((copy / SFT.loop_state_file).read_bytes()) | {at: value}
+    _seal(copy, SFT.loop_state_file, document(state))
     with pytest.raises(KilnError, match=message):
         load_checkpoint(copy)
 
@@ -314,8 +312,8 @@ def test_a_loop_state_survives_json_bit_for_bit(directory: Path) -> None:
 
 
 def test_files_under_other_names_than_the_layouts_are_refused(copy: Path) -> None:
-    text = (copy / MANIFEST).read_text().replace(LOOP_STATE, "history.json")
-    (copy / LOOP_STATE).rename(copy / "history.json")
+    text = (copy / MANIFEST).read_text().replace(SFT.loop_state_file, "history.json")
+    (copy / SFT.loop_state_file).rename(copy / "history.json")
     (copy / MANIFEST).write_bytes(document(json.loads(text)))
     with pytest.raises(KilnError, match=r"files and roles are .*history\.json") as caught:
         load_checkpoint(copy)
@@ -331,11 +329,10 @@ def test_a_tensor_file_that_is_none_is_refused_though_the_manifest_vouches_for_i
 
 def test_a_link_that_leads_nowhere_is_not_written_over(trainer: Trainer, directory: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(list_checkpoints(directory)[0][1])
-    order = checkpoint.manifest.progress.data_order
     link = tmp_path / checkpoint.path.name
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(KilnError, match="exists and is immutable"):
-        publish_checkpoint(tmp_path, trainer.binding, checkpoint.loop, order, checkpoint.adapter, checkpoint.optimizer)
+        publish_checkpoint(tmp_path, trainer.binding, checkpoint.loop, checkpoint.adapter, checkpoint.optimizer)
     assert [path.name for path in tmp_path.iterdir()] == [link.name]
 
 

@@ -99,7 +99,7 @@ def make_plan(
         base_model_id="tiny",
         base_model_sha256="sha256:" + "b" * 64,
         rows=make_rows(rows),
-        kept_corpus_sha256="sha256:" + "c" * 64,
+        corpus_sha256="sha256:" + "c" * 64,
         loss=loss,
         base_adapter=base_adapter,
         identities={"kiln_train_version": "0.0"},

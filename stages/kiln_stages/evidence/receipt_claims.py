@@ -23,7 +23,6 @@ from kiln_stages.training.base_adapter import receipt_path
 from kiln_stages.training.checkpoint import checkpoint_name
 from kiln_stages.training.checkpoint_manifest import (
     ABSENT,
-    SOURCE_KIND,
     Binding,
     DataPart,
     PrecisionPolicy,
@@ -31,7 +30,7 @@ from kiln_stages.training.checkpoint_manifest import (
     flatten,
     scheduler_state,
 )
-from kiln_stages.training.loop_state import STATE_TYPE
+from kiln_stages.training.kinds import KINDS, Kind
 from kiln_stages.training.provenance import execution_provenance
 from kiln_stages.training.tensors import Shard, base_model_sha256
 
@@ -74,23 +73,32 @@ def run_config(receipt: TrainReceipt) -> RunConfig:
     return msgspec.convert(receipt.config, RunConfig)
 
 
+def kind_of(receipt: TrainReceipt) -> Kind:
+    """The kind of the training. Raises ValueError where the receipt names none that there is."""
+    mode = receipt.hyperparameters["mode"]
+    if mode not in KINDS:
+        raise ValueError(f"hyperparameters.mode is {mode!r}, expected one of {', '.join(KINDS)}")
+    return KINDS[mode]
+
+
 def binding(receipt: TrainReceipt) -> Binding:
     """What a checkpoint of this training is bound to, derived a second time, from the receipt alone.
 
     Raises Unavailable for a training that failed before there was a model.
     """
     config, ingestion = run_config(receipt).train, receipt.data.sft_ingestion
-    parameters, execution = receipt.hyperparameters, receipt.execution
+    parameters, execution, kind = receipt.hyperparameters, receipt.execution, kind_of(receipt)
     if execution is None:
         raise Unavailable("the training failed before its model was loaded")
     optimizer = {"kind": config.optimizer.kind, **config.optimizer.resolved()}
     seed = str(parameters["seed"])
     return Binding(
+        training_kind=kind.name,
         adapter_name=receipt.adapter_name,
         effective_config=receipt.config["train"] | {"learning_rate": config.rate, "optimizer": optimizer, "seed": seed},
         precision_policy=msgspec.convert(execution["precision"], PrecisionPolicy),
         data=DataPart(
-            source_kind=SOURCE_KIND,
+            source_kind=kind.source_kind,
             content_sha256=ingestion.kept_corpus_sha256.removeprefix("sha256:"),
             item_count=ingestion.rows_kept,
         ),
@@ -99,8 +107,7 @@ def binding(receipt: TrainReceipt) -> Binding:
         optimizer_hyperparameters=parameters["optimizer"]["effective"],
         scheduler_state=scheduler_state(config.profile, config.rate),
         rng_streams={
-            "epoch-order": RngStream(algorithm=parameters["shuffle"], seed=seed, position=0),
-            "lora-init": RngStream(algorithm=Domain.LORA_INIT.value, seed=seed, position=0),
+            name: RngStream(algorithm=algorithm, seed=seed, position=0) for name, algorithm in kind.streams().items()
         },
         auxiliary_state={
             "admit_content_sha256": receipt.previous.content_sha256,
@@ -114,7 +121,7 @@ def binding(receipt: TrainReceipt) -> Binding:
             "ingestion": ingestion.summary(),
             "ingestion_receipt_sha256": ingestion.identity(),
             "kiln_train_version": receipt.kiln["package_version"],
-            "loop_state_type": STATE_TYPE,
+            "loop_state_type": kind.loop_state_type,
             "lora": {key: parameters[key] for key in ("alpha", "rank", "target_modules")},
             "model_config_sha256": receipt.model["config_sha256"],
             "plugins": {plugin.distribution: plugin.version for plugin in receipt.plugins},
@@ -272,12 +279,12 @@ def _check_hyperparameters(receipt: TrainReceipt) -> str:
         "init": Domain.LORA_INIT.value if train.base_adapter is None else "base_adapter",
         "learning_rate": train.rate,
         "loss": train.loss,
-        "mode": "sft",
+        "mode": kind_of(receipt).name,
         "optimizer": {"effective": handed, "kind": train.optimizer.kind},
         "profile": train.profile,
         "rank": train.lora_rank,
         "seed": str(config.project.seed),
-        "shuffle": Domain.EPOCH_ORDER.value,
+        "shuffle": kind_of(receipt).shuffle,
         "target_modules": chosen,
     }
     return compare("hyperparameters", found, expected)

@@ -1,8 +1,9 @@
 """Exact checkpoints: an immutable directory that holds all that the rest of a run depends on, and what it is bound to.
 
 ``{adapter}-checkpoint-step-00000016.kiln-checkpoint/`` has ``checkpoint_manifest.json``, ``adapter.safetensors``,
-``sft_loop_state.json`` and, where the optimizer has state, ``optimizer.safetensors`` (float32). The manifest names
-every other file by size and SHA-256. Nothing here needs torch: tensors pass through as bytes.
+``sft_loop_state.json`` (of a distillation: ``opd_loop_state.json``) and, where the optimizer has state,
+``optimizer.safetensors`` (float32). The manifest names every other file by size and SHA-256. Nothing here needs torch:
+tensors pass through as bytes.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ from kiln_stages.training.checkpoint_manifest import (
     RngStream,
     SchedulerPart,
     StateFiles,
-    checkpoint_id,
     manifest_faults,
 )
+from kiln_stages.training.kinds import KINDS, ORDER_STREAM, Kind
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.tensors import StoredTensor, encode_tensors, read_tensors
 
 MANIFEST = "checkpoint_manifest.json"
-ADAPTER, OPTIMIZER, LOOP_STATE = "adapter.safetensors", "optimizer.safetensors", "sft_loop_state.json"
+ADAPTER, OPTIMIZER = "adapter.safetensors", "optimizer.safetensors"
 SENTINEL = ".incomplete"
-ROLES = {ADAPTER: "adapter-parameters", OPTIMIZER: "optimizer-state", LOOP_STATE: "loss-history"}
 NAME = re.compile(r"(?P<adapter>[A-Za-z0-9_-][A-Za-z0-9._-]*)-checkpoint-step-(?P<step>[0-9]{8,})\.kiln-checkpoint\Z")
 SEALED = 0o444
 ARTIFACT_LIMIT = 64 * 1024**3
@@ -80,21 +80,21 @@ def publish_checkpoint(
     directory: Path,
     binding: Binding,
     state: LoopState,
-    data_order: list[int],
     adapter: list[StoredTensor],
     optimizer: list[StoredTensor],
 ) -> Path:
     """Writes the checkpoint of ``state`` into ``directory`` and returns its path. It is there whole or not at all.
 
-    ``data_order``: the running epoch's order. Raises KilnError KLN206 where the step has one already, KLN402 where the
-    disk refuses, ValueError where the parts contradict each other.
+    Raises KilnError KLN206 where the step has one already, KLN402 where the disk refuses, ValueError where the parts
+    contradict each other.
     """
+    kind = KINDS[binding.training_kind]
     target = directory / checkpoint_name(binding.adapter_name, state.global_step)
-    contents = {ADAPTER: encode_tensors(adapter), LOOP_STATE: document(state)}
+    contents = {ADAPTER: encode_tensors(adapter), kind.loop_state_file: document(state)}
     if optimizer:
         contents[OPTIMIZER] = encode_tensors(optimizer)
-    manifest = _describe(binding, state, data_order, contents)
-    faults = manifest_faults(manifest) + state.faults(binding.data.item_count)
+    manifest = _describe(binding, state, contents)
+    faults = manifest_faults(manifest) + state.faults(kind, binding.data.item_count)
     encoded = document(manifest)
     if len(encoded) > MANIFEST_LIMIT:
         faults.append(f"the manifest has {len(encoded)} bytes, more than {MANIFEST_LIMIT}")
@@ -148,10 +148,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"the manifest says {artifact.size_bytes} and {artifact.sha256}",
             )
         contents[name] = data
-    loop = _decode(path, LOOP_STATE, contents[LOOP_STATE], LoopState)
+    loop_state = KINDS[manifest.training_kind].loop_state_file
+    loop = _decode(path, loop_state, contents[loop_state], LoopState)
     faults = _loop_faults(loop, manifest)
     if faults:
-        raise _unloadable(path, f"{LOOP_STATE}: " + "; ".join(faults))
+        raise _unloadable(path, f"{loop_state}: " + "; ".join(faults))
     adapter = _tensors(path, ADAPTER, contents[ADAPTER])
     optimizer = _tensors(path, OPTIMIZER, contents[OPTIMIZER]) if OPTIMIZER in contents else []
     return Checkpoint(path, manifest, manifest_sha256, loop, adapter, optimizer)
@@ -169,8 +170,10 @@ def read_checkpoint_manifest(path: Path) -> tuple[CheckpointManifest, str]:
     manifest = _decode(path, MANIFEST, data, CheckpointManifest)
     faults = manifest_faults(manifest)
     roles = {name: artifact.role for name, artifact in manifest.files.items()}
-    if not faults and any(ROLES.get(name) != role for name, role in roles.items()):
-        faults.append(f"files and roles are {roles}, the layout has {ROLES}")
+    if not faults:
+        layout = _roles(KINDS[manifest.training_kind])
+        if any(layout.get(name) != role for name, role in roles.items()):
+            faults.append(f"files and roles are {roles}, the layout has {layout}")
     name = checkpoint_name(manifest.adapter_name, manifest.progress.global_step)
     if path.name != name:
         faults.append(f"the directory is named {path.name}, its manifest says {name}")
@@ -179,14 +182,17 @@ def read_checkpoint_manifest(path: Path) -> tuple[CheckpointManifest, str]:
     return manifest, sha256_hex(data)
 
 
-def _describe(
-    binding: Binding, state: LoopState, data_order: list[int], contents: dict[str, bytes]
-) -> CheckpointManifest:
-    step = state.global_step
+def _roles(kind: Kind) -> dict[str, str]:
+    return {ADAPTER: "adapter-parameters", OPTIMIZER: "optimizer-state", kind.loop_state_file: "loss-history"}
+
+
+def _describe(binding: Binding, state: LoopState, contents: dict[str, bytes]) -> CheckpointManifest:
+    step, kind, count = state.global_step, KINDS[binding.training_kind], binding.data.item_count
+    seed = int(next(iter(binding.rng_streams.values())).seed)  # the streams of a training have one seed
     stateful = OPTIMIZER if OPTIMIZER in contents else None
     return CheckpointManifest(
-        checkpoint_id=checkpoint_id(step),
-        training_kind=binding.training_kind,
+        checkpoint_id=kind.checkpoint_id(step),
+        training_kind=kind.name,
         adapter_name=binding.adapter_name,
         created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         effective_config=binding.effective_config,
@@ -196,14 +202,14 @@ def _describe(
             total_steps=binding.total_steps,
             epoch_index=state.epoch_index,
             cursor_in_epoch=state.cursor_in_epoch,
-            data_order=data_order,
+            data_order=list(kind.order(seed, state.epoch_index, count)),
         ),
         data=binding.data,
         rng_states={
             name: RngStream(
                 algorithm=stream.algorithm,
                 seed=stream.seed,
-                position=state.epoch_index if name == "epoch-order" else 0,
+                position=state.epoch_index if name == ORDER_STREAM else 0,
             )
             for name, stream in binding.rng_streams.items()
         },
@@ -214,10 +220,10 @@ def _describe(
             state_file=stateful,
         ),
         scheduler=SchedulerPart(kind="constant", step=step, state=binding.scheduler_state),
-        state_files=StateFiles(adapter_parameters=ADAPTER, optimizer_state=stateful, loss_history=LOOP_STATE),
+        state_files=StateFiles(adapter_parameters=ADAPTER, optimizer_state=stateful, loss_history=kind.loop_state_file),
         auxiliary_state=binding.auxiliary_state,
         files={
-            name: Artifact(role=ROLES[name], size_bytes=len(data), sha256=sha256_hex(data))
+            name: Artifact(role=_roles(kind)[name], size_bytes=len(data), sha256=sha256_hex(data))
             for name, data in sorted(contents.items())
         },
     )
@@ -227,7 +233,7 @@ def _loop_faults(loop: LoopState, manifest: CheckpointManifest) -> list[str]:
     progress = manifest.progress
     here = loop.global_step, loop.epoch_index, loop.cursor_in_epoch
     there = progress.global_step, progress.epoch_index, progress.cursor_in_epoch
-    faults = loop.faults(manifest.data.item_count)
+    faults = loop.faults(KINDS[manifest.training_kind], manifest.data.item_count)
     if here != there:
         faults.append(f"step, epoch and cursor are {here}, the manifest says {there}")
     return faults or loop.history_faults(manifest.data.item_count)

@@ -11,10 +11,10 @@ import msgspec
 from kiln_cli.errors import KilnError
 from kiln_cli.identity import canonical_json
 from kiln_cli.text import printable
-from kiln_stages.training.order import U64_MAX, epoch_order
+from kiln_stages.training.kinds import KINDS, LORA_STREAM, ORDER_STREAM, Kind
+from kiln_stages.training.order import U64_MAX
 
 MANIFEST_TYPE = "kiln.training-checkpoint.v1"
-SOURCE_KIND = "sft-valid-example-order-v1"
 MANIFEST_LIMIT = 16 * 1024 * 1024
 MAX_ARTIFACTS = 64
 IDENTIFIER = re.compile(r"[A-Za-z0-9._-]{1,255}\Z")
@@ -129,7 +129,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     ``auxiliary_state`` holds identities: base weights, tokenizer, template, ingestion receipt, plugins, execution.
     """
 
-    training_kind: str = "sft"
+    training_kind: str
     adapter_name: str
     effective_config: dict[str, Any]
     precision_policy: PrecisionPolicy
@@ -148,13 +148,12 @@ class Difference(NamedTuple):
     current_value: str
 
 
-def checkpoint_id(step: int) -> str:
-    return f"sft-step-{step:08}"
-
-
 def manifest_faults(manifest: CheckpointManifest) -> list[str]:
     """What a manifest contradicts, of its limits and of itself; empty for a sound one."""
-    checks = [*_envelope(manifest), *_steps(manifest), *_streams(manifest), *_artifacts(manifest)]
+    kind = KINDS.get(manifest.training_kind)
+    if kind is None:
+        return [f"training_kind is {manifest.training_kind!r}, expected one of {', '.join(KINDS)}"]
+    checks = [*_envelope(manifest, kind), *_steps(manifest, kind), *_streams(manifest, kind), *_artifacts(manifest)]
     return [text for text, holds in checks if not holds]
 
 
@@ -194,22 +193,24 @@ def refuse(found: list[Difference], where: str) -> NoReturn:
 Checks = list[tuple[str, bool]]
 
 
-def _envelope(m: CheckpointManifest) -> Checks:
+def _envelope(m: CheckpointManifest, kind: Kind) -> Checks:
     names = [m.checkpoint_id, m.adapter_name, m.optimizer.kind, m.scheduler.kind, *m.rng_states]
     return [
         (f"schema_version is {m.schema_version}, expected 1", m.schema_version == 1),
         (f"manifest_type is {m.manifest_type!r}, expected {MANIFEST_TYPE!r}", m.manifest_type == MANIFEST_TYPE),
         (f"checkpoint_kind is {m.checkpoint_kind!r}, expected 'resumable'", m.checkpoint_kind == "resumable"),
-        (f"training_kind is {m.training_kind!r}, expected 'sft'", m.training_kind == "sft"),
         ("an identifier is malformed", all(map(IDENTIFIER.match, names))),
-        (f"data.source_kind is {m.data.source_kind!r}, expected {SOURCE_KIND!r}", m.data.source_kind == SOURCE_KIND),
+        (
+            f"data.source_kind is {m.data.source_kind!r}, expected {kind.source_kind!r}",
+            m.data.source_kind == kind.source_kind,
+        ),
         ("data.content_sha256 is malformed", HEX.match(m.data.content_sha256) is not None),
         (f"data.item_count is {m.data.item_count}", m.data.item_count > 0),
         (f"scheduler.kind is {m.scheduler.kind!r}, expected 'constant'", m.scheduler.kind == "constant"),
     ]
 
 
-def _steps(m: CheckpointManifest) -> Checks:
+def _steps(m: CheckpointManifest, kind: Kind) -> Checks:
     step, count = m.progress.global_step, m.data.item_count
     wanted = (m.progress.epoch_index, m.progress.cursor_in_epoch)
     implied = divmod(step, count) if count > 0 else wanted
@@ -217,25 +218,30 @@ def _steps(m: CheckpointManifest) -> Checks:
         (f"global_step {step} is outside 0..{m.progress.total_steps}", 0 <= step <= m.progress.total_steps),
         (f"optimizer.step {m.optimizer.step} != global_step {step}", m.optimizer.step == step),
         (f"scheduler.step {m.scheduler.step} != global_step {step}", m.scheduler.step == step),
-        (f"checkpoint_id {m.checkpoint_id!r} is not that of step {step}", m.checkpoint_id == checkpoint_id(step)),
+        (f"checkpoint_id {m.checkpoint_id!r} is not that of step {step}", m.checkpoint_id == kind.checkpoint_id(step)),
         (f"epoch and cursor {wanted} imply another step than {step} over {count} rows", implied == wanted),
     ]
 
 
-def _streams(m: CheckpointManifest) -> Checks:
+def _streams(m: CheckpointManifest, kind: Kind) -> Checks:
     streams = m.rng_states
     seeds_sound = all(s.seed.isascii() and s.seed.isdigit() and int(s.seed) <= U64_MAX for s in streams.values())
-    if set(streams) != {"epoch-order", "lora-init"} or not seeds_sound:
-        return [("rng_states must be epoch-order and lora-init, each with a u64 seed", False)]
-    order = streams["epoch-order"]
+    if set(streams) != set(kind.streams()) or not seeds_sound:
+        return [(f"rng_states must be {' and '.join(kind.streams())}, each with a u64 seed", False)]
+    epoch = m.progress.epoch_index
     done = m.progress.global_step == m.progress.total_steps
-    expected = [] if done else epoch_order(int(order.seed), m.progress.epoch_index, m.data.item_count)
+    order = streams.get(ORDER_STREAM)
+    seed = int((order or streams[LORA_STREAM]).seed)
+    expected = [] if done else list(kind.order(seed, epoch, m.data.item_count))
     return [
         (
-            f"epoch-order stands at {order.position}, expected {m.progress.epoch_index}",
-            order.position == m.progress.epoch_index,
+            f"epoch-order stands at {order.position if order else None}, expected {epoch}",
+            order is None or order.position == epoch,
         ),
-        ("data_order is not the order that the seed gives", m.progress.data_order == expected),
+        (
+            f"data_order is not {'the order of the file' if order is None else 'the order that the seed gives'}",
+            m.progress.data_order == expected,
+        ),
     ]
 
 

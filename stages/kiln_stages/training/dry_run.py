@@ -17,7 +17,6 @@ import torch
 from kiln_cli.terminal import duration, table
 from kiln_stages.training.determinism import peak_memory_mib
 from kiln_stages.training.loop import TrainRow, supervised_positions
-from kiln_stages.training.order import epoch_order
 from kiln_stages.training.tensors import encode_tensors
 from kiln_stages.training.trainer import Plan, Trainer, or_out_of_memory
 
@@ -133,10 +132,11 @@ def held_out_losses(steps: int, interval: int | None) -> int:
 
 def _probe_plan(plan: Plan) -> Plan:
     """The same training over three rows: the longest, then those a third and two thirds up the ladder of lengths."""
-    ordered = sorted(plan.rows, key=lambda row: len(row.input_ids))
-    chosen = [ordered[-1], ordered[len(ordered) // 3], ordered[2 * len(ordered) // 3]]
+    lengths = [len(row.input_ids) for row in plan.rows]
+    ordered = sorted(range(len(lengths)), key=lambda place: lengths[place])
+    chosen = [plan.rows[place] for place in (ordered[-1], ordered[len(ordered) // 3], ordered[2 * len(ordered) // 3])]
     rows: list[TrainRow] = list(chosen)
-    for row, place in zip(chosen, epoch_order(plan.seed, 0, len(chosen)), strict=True):
+    for row, place in zip(chosen, plan.kind.order(plan.seed, 0, len(chosen)), strict=True):
         rows[place] = row
     return msgspec.structs.replace(plan, rows=rows, config=msgspec.structs.replace(plan.config, epochs=1))
 

@@ -78,7 +78,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
             base_model_id=settings.model.id or base,
             base_model_sha256=base,
             rows=self.rows,
-            kept_corpus_sha256=self.ingestion.kept_corpus_sha256,
+            corpus_sha256=self.ingestion.kept_corpus_sha256,
             base_adapter=self.base_adapter,
             loss=self.plugins.losses.get(settings.train.loss).load(),
             identities={

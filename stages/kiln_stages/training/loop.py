@@ -1,16 +1,17 @@
-"""The training step and the epoch, profile ``native_online_lora_v1``: one conversation, one step, a constant rate.
+"""The training step and the epoch, profile ``native_online_lora_v1``: one row, one step, a constant rate.
 
 A run's place in its data is one integer, ``state.step``: epoch and cursor follow from it by division, and the row from
 the epoch's order, which is a pure function of (seed, epoch, number of rows). No random number is drawn while training.
 
-Axes: T tokens of a row, N supervised positions, H hidden size.
+Axes: T tokens of a row, N supervised positions, M observed ones, H hidden size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,23 +19,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kiln_cli.errors import KilnError
-from kiln_cli.extensions import LossBatch, LossFunction, LossOut
+from kiln_cli.extensions import LossBatch, LossFunction, LossOut, Observed
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.model import LanguageModel
-from kiln_stages.training.order import epoch_order, place
+from kiln_stages.training.order import place
 from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.training_file import HeldOutLoss
 
 DIVERGED_RATIO, DIVERGED_GAP = 8.0, 5.0  # times the first epoch's mean; nats above the best epoch's
 
 
+class ObservedTargets(NamedTuple):
+    """Tokens that an environment wrote: places of those that are trained on, ascending, and how many there are."""
+
+    positions: Sequence[int]  # [M], none of them 0
+    total: int
+
+
 class TrainRow(NamedTuple):
-    """An admitted row. ``label_spans`` are half-open ranges of ``input_ids`` that the model must learn to produce."""
+    """An admitted row. ``label_spans`` are half-open ranges of ``input_ids`` that the model must learn to produce.
+
+    ``columns``: what a loss is told of each supervised position beside its token, as tensors [N, ...] by name.
+    """
 
     row_index: int  # place in the source, from 1
     row_sha256: str
     input_ids: list[int]  # [T]
     label_spans: list[tuple[int, int]]
+    columns: Mapping[str, Tensor] = MappingProxyType({})
+    observed: ObservedTargets | None = None
 
 
 class StepRecord(NamedTuple):
@@ -59,26 +72,27 @@ def train(
     loss_function: LossFunction,
     rows: Sequence[TrainRow],
     *,
-    seed: int,
+    order: Callable[[int], Sequence[int]],
     epochs: int,
     state: LoopState,
     phases: PhaseSeconds,
 ) -> Iterator[StepRecord]:
     """Trains from where ``state`` stands to the end, yielding a record after each committed step.
 
+    ``order``: of an epoch, counted from 0, the places of the rows as it visits them.
     When a record is yielded, model, optimizer and ``state`` agree on it: that is the moment to save. A caller who stops
     iterating leaves them so. ``phases`` takes in the seconds of each part of a step. Raises KilnError KLN104 where a
     loss or gradient is not finite or the loss diverged.
     """
     total = epochs * len(rows)
-    order: list[int] = []
+    places: Sequence[int] = ()
     while state.global_step < total:
         epoch, cursor = place(state.global_step, len(rows))
         if cursor == 0:
             require_no_divergence(state, len(rows))
-        if cursor == 0 or not order:
-            order = epoch_order(seed, epoch, len(rows))
-        row = rows[order[cursor]]
+        if cursor == 0 or not places:
+            places = order(epoch)
+        row = rows[places[cursor]]
 
         with phases.timed("forward"):
             out, batch = row_loss(model, loss_function, row)
@@ -109,7 +123,7 @@ def train(
 
 
 def row_loss(model: LanguageModel, loss_function: LossFunction, row: TrainRow) -> tuple[LossOut, LossBatch]:
-    """Forward pass of one row: hidden states everywhere, logits only where the next token is supervised."""
+    """Forward pass of one row: hidden states everywhere, logits only where the next token is trained on."""
     ids = torch.tensor(row.input_ids, dtype=torch.int64, device=model.device)  # [T]
     positions = torch.tensor(supervised_positions(row), dtype=torch.int64, device=model.device)  # [N]
     hidden = model.hidden(ids.unsqueeze(0)).squeeze(0)  # [T, H]
@@ -117,9 +131,31 @@ def row_loss(model: LanguageModel, loss_function: LossFunction, row: TrainRow) -
         targets=ids[positions],  # [N]
         weights=torch.ones(len(positions), dtype=torch.float32, device=model.device),  # [N]
         row_ids=torch.zeros(len(positions), dtype=torch.int64, device=model.device),  # [N]
+        columns=_columns(row, len(positions), model.device),
+        observed=_observed(row, ids, hidden),
     )
     # The state at q - 1 predicts token q.
-    return loss_function(hidden[positions - 1], model.project, batch), batch
+    return loss_function(hidden[positions - 1], model.head, batch), batch
+
+
+def _columns(row: TrainRow, count: int, device: torch.device) -> dict[str, Tensor]:
+    """The row's columns on the device. Raises KilnError KLN206 for one that has not an entry a position."""
+    for name, column in row.columns.items():
+        if len(column) != count:
+            raise KilnError(
+                "KLN206",
+                f"row {row.row_index}: {name} has {len(column)} entries for {count} supervised tokens",
+                hint="run `kiln admit` again",
+            )
+    return {name: column.to(device) for name, column in row.columns.items()}
+
+
+def _observed(row: TrainRow, ids: Tensor, hidden: Tensor) -> Observed | None:
+    """ids [T], hidden [T, H] -> the observed tokens and the states that predict them."""
+    if row.observed is None:
+        return None
+    positions = torch.tensor(row.observed.positions, dtype=torch.int64, device=ids.device)  # [M]
+    return Observed(hidden=hidden[positions - 1], targets=ids[positions], total=row.observed.total)
 
 
 def supervised_positions(row: TrainRow) -> list[int]:

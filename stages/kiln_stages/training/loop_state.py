@@ -1,4 +1,5 @@
-"""What a training loop carries from step to step besides the model and the optimizer: ``kiln.sft-loop-state.v1``."""
+"""What a training loop carries from step to step besides the model and the optimizer: ``kiln.sft-loop-state.v1``, and
+``kiln.opd-loop-state.v1`` of the same fields."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 
 import msgspec
 
-STATE_TYPE = "kiln.sft-loop-state.v1"
+from kiln_stages.training.kinds import SFT, Kind
 
 
 class GradNorms(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +28,7 @@ class LoopState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     schema_version: int = 1
-    state_type: str = STATE_TYPE
+    state_type: str = SFT.loop_state_type
     global_step: int = 0
     epoch_index: int = 0
     cursor_in_epoch: int = 0
@@ -54,8 +55,9 @@ class LoopState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.best_epoch_loss = mean if self.best_epoch_loss is None else min(mean, self.best_epoch_loss)
             self.current_epoch_loss_sum, self.current_epoch_items = 0.0, 0
 
-    def faults(self, item_count: int) -> list[str]:
+    def faults(self, kind: Kind, item_count: int) -> list[str]:
         """What contradicts what, for a corpus of ``item_count`` rows; empty for a sound state."""
+        state_type = kind.loop_state_type
         numbers = [*self.loss_history, self.current_epoch_loss_sum]
         numbers += [x for x in (self.last_loss, self.first_epoch_loss, self.best_epoch_loss) if x is not None]
         numbers += [x for entry in self.lora_grad_norms for x in (entry.min, entry.max, entry.sum)]
@@ -63,7 +65,7 @@ class LoopState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         last = self.loss_history[-1] if self.loss_history else None
         checks = [
             (f"schema_version is {self.schema_version}, expected 1", self.schema_version == 1),
-            (f"state_type is {self.state_type!r}, expected {STATE_TYPE!r}", self.state_type == STATE_TYPE),
+            (f"state_type is {self.state_type!r}, expected {state_type!r}", self.state_type == state_type),
             (
                 f"loss_history has {len(self.loss_history)} losses for step {self.global_step}",
                 len(self.loss_history) == self.global_step,

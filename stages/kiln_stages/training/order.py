@@ -32,16 +32,6 @@ def order_key(seed: int, epoch: int, index: int) -> bytes:
     return digest.digest()
 
 
-def times_trained(seed: int, steps: int, count: int) -> list[int]:
-    """How often each of ``count`` rows was visited by the first ``steps`` steps."""
-    epochs, cursor = divmod(steps, count)
-    times = [epochs] * count
-    if cursor:
-        for index in epoch_order(seed, epochs, count)[:cursor]:
-            times[index] += 1
-    return times
-
-
 def place(step: int, count: int) -> tuple[int, int]:
     """(epoch, cursor within it) of the row that is trained after ``step`` committed steps over ``count`` rows."""
     return divmod(step, count)

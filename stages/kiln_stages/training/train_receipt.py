@@ -27,10 +27,10 @@ from kiln_cli.receipts import (
 from kiln_stages.admitting.model_files import tokenizer_identity
 from kiln_stages.training.base_adapter import BaseAdapter
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
+from kiln_stages.training.kinds import SFT, Kind
 from kiln_stages.training.loop import TrainRow, supervised_positions
 from kiln_stages.training.lora_norms import delta_norms, grad_norms
 from kiln_stages.training.metrics import loss_log_sha256, read_steps
-from kiln_stages.training.order import times_trained
 from kiln_stages.training.provenance import execution_provenance
 from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256
 from kiln_stages.training.trainer import Adapter, Trainer
@@ -43,10 +43,11 @@ class Evidence(NamedTuple):
     out: Path
     admit: StageManifest
     ingestion: IngestionReceipt
-    rows: list[TrainRow]
+    rows: Sequence[TrainRow]
     shards: list[Shard]
     plugins: Plugins
     base_adapter: BaseAdapter | None
+    kind: Kind = SFT
 
 
 class Failure(NamedTuple):
@@ -102,7 +103,7 @@ def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainR
             examples_trained=steps,
             sft_ingestion=ingestion,
         ),
-        token_counts=_token_counts(evidence.rows, settings.project.seed, steps),
+        token_counts=_token_counts(evidence, steps),
         steps=steps,
         loss_log_sha256=loss_log_sha256(logged) if logged else None,
         held_out=None,
@@ -131,10 +132,11 @@ def _whole_log(path: Path) -> list[Any] | None:
         return None
 
 
-def _token_counts(rows: Sequence[TrainRow], seed: int, steps: int) -> dict[str, int]:
+def _token_counts(evidence: Evidence, steps: int) -> dict[str, int]:
     """Tokens that the committed steps trained on and passed over, a row as often as it was visited."""
     action = context = 0
-    for row, times in zip(rows, times_trained(seed, steps, len(rows)), strict=True):
+    rows, seed = evidence.rows, evidence.config.run.project.seed
+    for row, times in zip(rows, evidence.kind.times_trained(seed, steps, len(rows)), strict=True):
         supervised = len(supervised_positions(row))
         action += times * supervised
         context += times * (len(row.input_ids) - supervised)
@@ -177,7 +179,7 @@ def _hyperparameters(trainer: Trainer | None, evidence: Evidence) -> dict[str, A
         "init": Domain.LORA_INIT.value if evidence.base_adapter is None else "base_adapter",
         "learning_rate": config.rate,
         "loss": config.loss,
-        "mode": "sft",
+        "mode": evidence.kind.name,
         "optimizer": {
             "kind": config.optimizer.kind,
             "effective": binding.optimizer_hyperparameters if binding is not None else None,
@@ -185,7 +187,7 @@ def _hyperparameters(trainer: Trainer | None, evidence: Evidence) -> dict[str, A
         "profile": config.profile,
         "rank": config.lora_rank,
         "seed": str(evidence.config.run.project.seed),
-        "shuffle": Domain.EPOCH_ORDER.value,
+        "shuffle": evidence.kind.shuffle,
         "target_modules": binding.auxiliary_state["lora"]["target_modules"] if binding is not None else None,
     }
 

@@ -29,7 +29,6 @@ from kiln_stages.training.checkpoint import (
     retire_checkpoints,
 )
 from kiln_stages.training.checkpoint_manifest import (
-    SOURCE_KIND,
     Binding,
     DataPart,
     PrecisionPolicy,
@@ -37,13 +36,14 @@ from kiln_stages.training.checkpoint_manifest import (
     require_same,
     scheduler_state,
 )
+from kiln_stages.training.kinds import SFT, Kind
 from kiln_stages.training.loop import StepRecord, TrainRow, evaluate, train
-from kiln_stages.training.loop_state import STATE_TYPE, LoopState
+from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.lora import adapter_config, load_adapter, restore, store
 from kiln_stages.training.metrics import begin_log
 from kiln_stages.training.model import attention_of, load_language_model
 from kiln_stages.training.optimizers import STATE_KEYS, build_optimizer, effective, export_state, restore_state
-from kiln_stages.training.order import epoch_order, place
+from kiln_stages.training.order import place
 from kiln_stages.training.phases import PhaseSeconds
 from kiln_stages.training.tensors import StoredTensor, adapter_content_sha256, encode_tensors, model_config_sha256
 from kiln_stages.training.training_file import HeldOutLoss
@@ -57,6 +57,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``base_model_id`` is how the adapter names its base; ``identities`` are digests and versions of the stages before
     (ingestion receipt, tokenizer, template, plugins), which bind checkpoints along with all the rest.
+    ``corpus_sha256``: of the kept rows of an admission, or the bytes of a scored corpus. ``settings``: what beside
+    ``config`` decides the loss, by section; it stands in the effective config.
     """
 
     config: TrainConfig
@@ -64,10 +66,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: Path
     base_model_id: str
     base_model_sha256: str
-    rows: list[TrainRow]
-    kept_corpus_sha256: str
+    rows: Sequence[TrainRow]
+    corpus_sha256: str
     loss: LossFunction
     base_adapter: BaseAdapter | None = None
+    kind: Kind = SFT
+    settings: dict[str, Any] = {}
     identities: dict[str, Any] = {}
 
     @property
@@ -78,7 +82,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The config with rate, seed and the optimizer's defaults written out. Seeds are decimal text."""
         value: dict[str, Any] = msgspec.to_builtins(self.config)
         optimizer = {"kind": self.config.optimizer.kind, **self.config.optimizer.resolved()}
-        return value | {"learning_rate": self.config.rate, "optimizer": optimizer, "seed": str(self.seed)}
+        resolved = {"learning_rate": self.config.rate, "optimizer": optimizer, "seed": str(self.seed)}
+        return value | resolved | self.settings
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Places of the rows in the order in which an epoch visits them."""
+        return self.kind.order(self.seed, epoch, len(self.rows))
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +123,7 @@ class Trainer:
         config = plan.config
         determinism.fix(config.threads)
         self.plan = plan
-        self.state = LoopState()
+        self.state = LoopState(state_type=plan.kind.loop_state_type)
         self.phases = PhaseSeconds()
         self.attention = attention_of(plan.model_dir)
         self.model = load_language_model(
@@ -157,7 +166,7 @@ class Trainer:
             self.optimizer,
             plan.loss,
             plan.rows,
-            seed=plan.seed,
+            order=plan.order,
             epochs=plan.config.epochs,
             state=self.state,
             phases=self.phases,
@@ -169,15 +178,7 @@ class Trainer:
 
     def publish_checkpoint(self, directory: Path) -> Path:
         """An exact checkpoint of this moment, which must be between steps."""
-        plan = self.plan
-        return publish_checkpoint(
-            directory,
-            self.binding,
-            self.state,
-            epoch_order(plan.seed, self.state.epoch_index, len(plan.rows)),
-            self.adapter_tensors(),
-            self.optimizer_tensors(),
-        )
+        return publish_checkpoint(directory, self.binding, self.state, self.adapter_tensors(), self.optimizer_tensors())
 
     def adapter_tensors(self) -> list[StoredTensor]:
         return store(self.model.parameters)
@@ -205,7 +206,7 @@ class Trainer:
         """The row of the next step, for messages."""
         plan, step = self.plan, self.state.global_step
         epoch, cursor = place(step, len(plan.rows))
-        row = plan.rows[epoch_order(plan.seed, epoch, len(plan.rows))[cursor]]
+        row = plan.rows[plan.order(epoch)[cursor]]
         return f"step {step + 1}, row {row.row_index} ({row.row_sha256})"
 
     def _bind(self) -> Binding:
@@ -213,6 +214,7 @@ class Trainer:
         assert shape is not None, "LoRA is put on when the trainer is made"
         seed = str(plan.seed)
         return Binding(
+            training_kind=plan.kind.name,
             adapter_name=config.adapter,
             effective_config=plan.effective_config(),
             precision_policy=PrecisionPolicy(
@@ -223,8 +225,8 @@ class Trainer:
                 stochastic_rounding={"enabled": False},
             ),
             data=DataPart(
-                source_kind=SOURCE_KIND,
-                content_sha256=plan.kept_corpus_sha256.removeprefix("sha256:"),
+                source_kind=plan.kind.source_kind,
+                content_sha256=plan.corpus_sha256.removeprefix("sha256:"),
                 item_count=len(plan.rows),
             ),
             total_steps=plan.total_steps,
@@ -232,8 +234,8 @@ class Trainer:
             optimizer_hyperparameters=effective(self.optimizer),
             scheduler_state=scheduler_state(config.profile, config.rate),
             rng_streams={
-                "epoch-order": RngStream(algorithm="kiln-cli.epoch-order.v1", seed=seed, position=0),
-                "lora-init": RngStream(algorithm="kiln-cli.lora-init.v1", seed=seed, position=0),
+                name: RngStream(algorithm=algorithm, seed=seed, position=0)
+                for name, algorithm in plan.kind.streams().items()
             },
             auxiliary_state={
                 "base_adapter_sha256": plan.base_adapter and plan.base_adapter.content_sha256,
@@ -244,7 +246,7 @@ class Trainer:
                 "gradient_checkpoint_plan": self.layers_of_segments,
                 "fast_paths": self.model.fast_paths.identity(),
                 "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
-                "loop_state_type": STATE_TYPE,
+                "loop_state_type": plan.kind.loop_state_type,
                 "lora": {"alpha": shape.alpha, "rank": shape.rank, "target_modules": list(shape.target_modules)},
                 "model_config_sha256": model_config_sha256(plan.model_dir),
                 **plan.identities,
