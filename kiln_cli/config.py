@@ -158,8 +158,6 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
     def faults(self) -> Iterable[CrossFault]:
         if self.file is not None and self.dataset is not None:
             yield CrossFault(("file", "dataset"), "file and dataset exclude each other")
-        if self.dataset == "corrections:active" and (self.map or self.source not in ("auto", "messages")):
-            yield CrossFault(("dataset", "map", "source"), "corrections have one shape, messages; leave map and source")
         if self.dataset == "corrections:active" and self.dataset_split != "train":
             yield CrossFault(
                 ("dataset_split", "dataset"),
@@ -168,6 +166,11 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
         for name, given in (("near_threshold", self.near_threshold), ("drop_contaminated", self.drop_contaminated)):
             if given and not self.held_out:
                 yield CrossFault((name, "held_out"), f"{name} = {given} is about held_out, which names no rows")
+        if self.dataset is not None and (self.map or self.source != "auto"):
+            yield CrossFault(
+                ("dataset", "map", "source"),
+                f"dataset = {printable(self.dataset)!r} has rows of one shape; leave map and source",
+            )
         if self.map and self.source != "auto":
             yield CrossFault(("map", "source"), f"map and source = {self.source!r} exclude each other")
         if self.compat is not None and (self.map or self.source not in ("auto", "messages")):

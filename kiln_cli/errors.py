@@ -86,6 +86,12 @@ CATALOGUE: dict[str, Entry] = {
         "Take the rows that the message names out of one side, or leave them out and count them with "
         "`--drop-contaminated`.",
     ),
+    "KLN110": Entry(
+        Exit.FAULTS_FOUND,
+        "an empty split",
+        "No row of the data set is in the split that was asked for. No other split is taken in its place.",
+        "Name another split with `--split`, add rows, or split by other percentages with `kiln dataset split`.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",

@@ -58,6 +58,9 @@ def command(
         Path | None, typer.Argument(help="The run config; the rows are the prepared ones of RUN.")
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", help="A file of chat rows instead; - is stdin.")] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="A named data set instead.")] = None,
+    split: Annotated[str | None, typer.Option("--split", help="Its train, validation or holdout rows.")] = None,
+    registry: Annotated[Path | None, typer.Option("--registry", help="Where it is kept; .kiln if left out.")] = None,
     row: Annotated[list[str] | None, typer.Option("--row", help="One row as JSON, instead of a file.")] = None,
     model: Annotated[Path | None, typer.Option("--model", help="The model directory.")] = None,
     source: Annotated[str | None, typer.Option("--source", help="The rows' shape; auto if left out.")] = None,
@@ -80,13 +83,16 @@ def command(
     """Tokenize rows, prove their labels, and write the corpus with its ingestion receipt."""
     if file is not None and row:
         raise KilnError("KLN201", "--file and --row exclude each other", hint="give the rows in one way")
+    if dataset is not None and (file is not None or row):
+        raise KilnError("KLN201", "--dataset and --file or --row exclude each other", hint="give the rows in one way")
     piped = file is not None and str(file) == STDIN
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
     options |= {"map": parse_map(mapping) if mapping else None, "compat": compat}
     options |= {"held_out": held_out or None, "near_threshold": near, "drop_contaminated": drop or None}
+    options |= {"dataset": dataset, "dataset_split": split, "registry": registry}
     options |= {"file": None if piped else file, "strict": strict or None}
     as_written = config is not None and not (assignments or model or any(options.values()))
-    loaded = config_of_options(config, model, options, assignments or [], handed_over=bool(row) or piped)
+    loaded = config_of_options(config, model, options, assignments or [], handed_over=bool(row or dataset) or piped)
     given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
     plugins = load_plugins()
     result = run(loaded, out, plugins, rows=given, workers=workers, progress=terminal)
@@ -172,7 +178,7 @@ def account(result: AdmitResult, out: Path) -> str:
     details = result.manifest.details
     lines = [f"admit: template {details['template']['name']}, tools as {details['tools']['mode']}"]
     if details["rows"]["shape"] is not None:
-        lines.append(f"rows: read as {details['rows']['packing']}, in the shape {details['rows']['shape']}")
+        lines.append(f"rows: {_where(details['rows'])}, in the shape {details['rows']['shape']}")
     lines += result.notes
     lines += _held_out_lines(details.get("held_out"))
     for split, counts in result.manifest.counts.items():
@@ -187,6 +193,13 @@ def account(result: AdmitResult, out: Path) -> str:
         lines += [f"  template: {printable(note)}: {count} rows" for note, count in counts["template_notes"].items()]
     state = "unchanged" if result.unchanged else "written"
     return "\n".join([*lines, f"{state}: {printable(out)}/admit_manifest.json"])
+
+
+def _where(rows: dict[str, Any]) -> str:
+    """Where rows come from that lie in no file, and how the others were packed."""
+    if rows["from"] == "named_dataset":
+        return f"data set {printable(rows['provenance']['dataset'])}, split {printable(rows['provenance']['split'])}"
+    return f"read as {rows['packing']}"
 
 
 def _held_out_lines(held_out: dict[str, Any] | None) -> list[str]:
@@ -219,17 +232,21 @@ def config_of_options(
     if path is None and file is None and not handed_over:
         raise KilnError(
             "KLN201",
-            "give a CONFIG (for the prepared rows of RUN), or rows by --file or --row",
+            "give a CONFIG (for the prepared rows of RUN), or rows by --file, --dataset or --row",
             hint="kiln admit CONFIG --out RUN, or kiln admit --file ROWS --model DIR --out RUN",
         )
     laid_over = {key: value for key, value in options.items() if value is not None}
+    if options["dataset"] is not None:  # in place of the config's file
+        laid_over["file"] = None
     loaded = load_config(path, assignments, {"admit": laid_over})
     if file is not None and loaded.examples is not None:
         raise KilnError("KLN201", f"{printable(path)} brings rows of its own (examples)", hint="leave out --file")
+    if loaded.run.admit.dataset is None and (options["dataset_split"] or registry):
+        raise KilnError("KLN201", "--split and --registry are for a named data set", hint="name it with --dataset")
     if path is None and model is None and loaded.run.model.path is None:
         raise KilnError("KLN201", "--model is missing", hint="name a Hugging Face model directory")
     if file is not None:
-        loaded = loaded.replace("admit", file=loaded.counted_from_base(file))
+        loaded = loaded.replace("admit", file=loaded.counted_from_base(file), dataset=None)
     if registry is not None:
         loaded = loaded.replace("admit", registry=loaded.counted_from_base(registry))
     if held_out := options.get("held_out"):

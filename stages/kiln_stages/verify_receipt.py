@@ -56,6 +56,7 @@ from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import kind_of, receipt_claims
 from kiln_stages.evidence.signature import signature_path
 from kiln_stages.evidence.signature import signer as signed_by
+from kiln_stages.evidence.training_data import NAMED, training_data
 from kiln_stages.evidence.words import explanation
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
 from kiln_stages.training.tensors import base_model_sha256, weight_files, weight_shards
@@ -238,6 +239,8 @@ class _Verification:
         yield from file_claims(self.run, admit, self.digests)
         yield claim("inputs are the admitted rows", lambda: self._check_inputs(admit))
         yield claim("admit/sft_ingestion.json is the receipt's ingestion", self._check_ingestion_file)
+        if self.receipt.data.sft_ingestion.source == NAMED:
+            yield claim("training_data is the data set of admit_manifest.json", lambda: self._check_dataset(admit))
         yield claim("the corpus holds the rows and tokens of the receipt", lambda: self._check_corpus(admit))
         if self.receipt.status == "success":
             name = "held-out rows and tokens are those of admit/heldout.parquet"
@@ -265,6 +268,11 @@ class _Verification:
         path = require(self.run / "admit" / "sft_ingestion.json")
         found = read_document(path, IngestionReceipt, INGESTION_SCHEMA)
         return differ("its identity", found.identity(), self.receipt.data.sft_ingestion.identity())
+
+    def _check_dataset(self, admit: StageManifest) -> str:
+        provenance = admit.details["rows"].get("provenance")
+        expected = training_data(self.receipt.data.sft_ingestion, provenance)
+        return compare("training_data", self.receipt.training_data, expected)
 
     def _check_corpus(self, admit: StageManifest) -> str:
         receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"), self.digests)

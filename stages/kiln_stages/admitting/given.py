@@ -15,21 +15,30 @@ import msgspec
 from kiln_cli import strict_json
 from kiln_cli.compat_json import require_json
 from kiln_cli.config import AdmitConfig, LoadedConfig
-from kiln_cli.errors import KilnError, RowFault, not_built
+from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.identity import canonical_json
 from kiln_cli.text import printable
 from kiln_stages.correcting.admitted import ACTIVE, SOURCE
 from kiln_stages.correcting.store import read_store, store_path
+from kiln_stages.datasets.entry import SPLIT_FILES, provenance, read_entry
+
+
+class LinesFile(msgspec.Struct, frozen=True):
+    """A file of JSON lines that another one vouches for by its SHA-256 (hex)."""
+
+    path: Path
+    sha256: str
 
 
 class Given(msgspec.Struct, frozen=True):
-    """``texts``: one JSON value each, or None for rows that lie elsewhere: on standard input, or in the run's copy.
+    """``texts``: one JSON value each, or None for rows that lie elsewhere: in ``file``, on standard input, or in the
+    run's copy.
 
     ``source`` (one of ``receipts.INGESTION_SOURCES``) and ``locator`` are what the ingestion receipt says of them;
     neither is part of a row's identity. ``provenance``: what admit_manifest.json and the train receipt say beside that,
     of JSON types; it must be a function of the rows and where they come from, without times. ``shape``: the source
-    that reads the texts, where it is known. ``ids``: what each text is called where it comes from. ``notes``: what to
-    tell people of rows that were passed over.
+    that reads them, where it is known, and ``map`` its fields where it is made of a map. ``ids``: what each text is
+    called where it comes from. ``notes``: what to tell people of rows that were passed over.
     """
 
     texts: tuple[bytes, ...] | None
@@ -39,6 +48,8 @@ class Given(msgspec.Struct, frozen=True):
     shape: str | None = None
     ids: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    map: dict[str, str] = {}
+    file: LinesFile | None = None
 
 
 def given_texts(texts: Iterable[str], settings: AdmitConfig) -> Given:
@@ -74,13 +85,13 @@ def given_values(values: Iterable[Any]) -> Given:
 
 
 def named_rows(config: LoadedConfig) -> Given | None:
-    """The rows that ``[admit] dataset`` names; None where it names none. Raises KilnError KLN211, and as
-    :func:`active_corrections` does."""
-    if config.run.admit.dataset is None:
+    """The rows that ``[admit] dataset`` names; None where it names none. Raises KilnError as
+    :func:`active_corrections` and :func:`rows_of_split` do."""
+    if (name := config.run.admit.dataset) is None:
         return None
-    if config.run.admit.dataset == ACTIVE:
+    if name == ACTIVE:
         return active_corrections(store_path(config.resolve(config.run.admit.registry)))
-    raise not_built("admission of a named dataset", "give a file of rows")
+    return rows_of_split(config, name)
 
 
 def active_corrections(path: Path) -> Given:
@@ -105,4 +116,39 @@ def active_corrections(path: Path) -> Given:
         shape="messages",
         ids=tuple(correction.request_id for correction in active),
         notes=(f"corrections: {len(active)} active; passed over: {others or 'none'}",),
+    )
+
+
+def rows_of_split(config: LoadedConfig, name: str) -> Given:
+    """The rows of ``[admit] dataset_split`` of a named data set.
+
+    Raises KilnError: KLN110 for a split without rows, KLN212 for an unknown name, KLN206/207 for a data set that is
+    half written or that changed after its last split, KLN203 for ``compat`` and rows that are no messages.
+    """
+    settings = config.run.admit
+    entry, split = read_entry(config.resolve(settings.registry), name), settings.dataset_split
+    sizes = entry.identity.split_rows
+    if not sizes[split]:
+        there = ", ".join(f"{other} {sizes[other]}" for other in SPLIT_FILES)
+        raise KilnError(
+            "KLN110",
+            f"split {split} of data set {name!r} is empty (rows: {there})",
+            hint="name another split, add rows, or `kiln dataset split` by other percentages",
+        )
+    if settings.compat is not None and entry.settings.source != "messages":
+        raise KilnError(
+            "KLN203",
+            f"[admit] compat reads rows of messages alone, and those of data set {name!r} have the shape "
+            f"{printable(entry.settings.source)}",
+            hint="leave compat out",
+        )
+    file = SPLIT_FILES[split]
+    return Given(
+        None,
+        source="named_dataset",
+        locator=f"{name}:{split}",
+        provenance=provenance(entry, split),
+        shape=entry.settings.source,
+        map=entry.settings.map,
+        file=LinesFile(entry.directory / file, entry.identity.files[file].sha256),
     )

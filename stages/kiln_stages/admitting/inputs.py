@@ -6,8 +6,9 @@ A file that can be read again leaves its path; given rows (``given.py``) are cop
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from kiln_cli.receipts import StageManifest
 from kiln_cli.records import Record
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract
-from kiln_stages.admitting.given import Given
+from kiln_stages.admitting.given import Given, LinesFile
 from kiln_stages.admitting.incoming import IncomingRow, chat_rows, prepared_rows
 from kiln_stages.admitting.pipeline import RowsInput, input_reference
 from kiln_stages.correcting.admitted import SOURCE, read_admitted
 from kiln_stages.reading.mapping import mapped_source
+from kiln_stages.reading.ranges import hash_stream
 from kiln_stages.reading.sources import choose_source, open_rows
-from kiln_stages.reading.transports import Plain, open_plain, spool_records, spooled
+from kiln_stages.reading.transports import Plain, spool_records, spooled
 
 KEPT_ROWS = "admit/rows.jsonl"
 # The splits that are admitted, and what they become; test.jsonl is left for evaluation.
@@ -64,15 +66,16 @@ def open_again(
     """
     rows = manifest.details["rows"]
     if rows["from"] not in ("prepared", "file"):
-        plain = stack.enter_context(open_plain(out / KEPT_ROWS, out))
-        plain = msgspec.structs.replace(plain, elements=rows["elements"])
-        source = mapped_source(config.run.admit.map) if config.run.admit.map else plugins.sources.get(rows["shape"])
+        plain = stack.enter_context(_lines(out / KEPT_ROWS, elements=rows["elements"]))
+        fields = rows.get("map") or config.run.admit.map
+        source = mapped_source(fields) if fields else plugins.sources.get(rows["shape"])
         given = Given(
             None,
             source=rows["from"],
             locator=rows.get("locator"),
             provenance=rows.get("provenance"),
             ids=tuple(row.request_id for row in read_admitted(out)) if rows["from"] == SOURCE else None,
+            map=rows.get("map", {}),
         )
         inputs = [_chat_input(config.run.admit, plain, source, path=KEPT_ROWS, base="run", given=given)]
     else:
@@ -105,6 +108,8 @@ def rows_details(inputs: list[RowsInput]) -> dict[str, Any]:
         found["locator"] = first.given.locator
     if first.given is not None and first.given.provenance is not None:
         found["provenance"] = first.given.provenance
+    if first.given is not None and first.given.map:
+        found["map"] = first.given.map
     return found
 
 
@@ -132,19 +137,49 @@ def _prepared(out: Path, contract: Contract, stack: ExitStack) -> list[RowsInput
 
 
 def _handed_over(given: Given, settings: AdmitConfig, plugins: Plugins, out: Path, stack: ExitStack) -> RowsInput:
-    """Standard input may be packed and in any shape; texts are lines. Both become plain lines that can be kept."""
-    if given.texts is None:
+    """Standard input may be packed and in any shape; texts and files are lines. All become plain lines that can be
+    kept."""
+    if given.file is not None:
+        plain = stack.enter_context(_lines(given.file.path))
+        _require_vouched(plain, given.file)
+        choice = choose_source(plain, printable(given.file.path), _shape(given, settings), plugins.sources, "chat")
+    elif given.texts is None:
         plain, choice = stack.enter_context(open_rows(None, _wanted(settings), plugins.sources, "chat", out))
     else:
         stream = stack.enter_context(spooled((text + b"\n" for text in given.texts), out))
         plain = Plain(
             stream=stream, size=sum(len(t) + 1 for t in given.texts), packing="lines", elements=False, sha256=None
         )
-        choice = choose_source(plain, "the rows", given.shape or _wanted(settings), plugins.sources, "chat")
+        choice = choose_source(plain, "the rows", _shape(given, settings), plugins.sources, "chat")
         if choice.source.read is not None:
             plain = stack.enter_context(spool_records(choice.source, plain, out))
     plain = msgspec.structs.replace(plain, places=None)  # a row's place is the one in the copy
     return _chat_input(settings, plain, choice.source, path=KEPT_ROWS, base="run", given=given, handed_over=True)
+
+
+@contextmanager
+def _lines(path: Path, *, elements: bool = False) -> Iterator[Plain]:
+    """A file that is known to hold lines: what its first row begins with says nothing about how it is packed."""
+    with open_input(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        yield Plain(stream=stream, size=size, packing="lines", elements=elements, sha256=None)
+
+
+def _require_vouched(plain: Plain, file: LinesFile) -> None:
+    """Hashes what is open, so that the rows read are the rows vouched for."""
+    if (sha256 := hash_stream(plain.stream, plain.size)) != file.sha256:
+        raise KilnError(
+            "KLN207",
+            f"{printable(file.path)} changed: sha256 is {sha256}, expected {file.sha256}",
+            hint="`kiln dataset split` makes it anew",
+        )
+
+
+def _shape(given: Given, settings: AdmitConfig) -> str | Source:
+    """The source of given rows: their own where it is known, else that of the settings."""
+    if given.map:
+        return mapped_source(given.map)
+    return given.shape if given.shape is not None else _wanted(settings)
 
 
 def _wanted(settings: AdmitConfig) -> str | Source:

@@ -19,6 +19,7 @@ from kiln_cli.plugins import DISTRIBUTION
 from kiln_cli.receipts import FAILURE_REASONS, TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, claim, compare, differ
+from kiln_stages.evidence.training_data import training_data_faults
 from kiln_stages.training.base_adapter import receipt_path
 from kiln_stages.training.checkpoint import checkpoint_name
 from kiln_stages.training.checkpoint_manifest import (
@@ -215,20 +216,19 @@ def _check_ingestion(receipt: TrainReceipt) -> str:
 
 def _check_binding(receipt: TrainReceipt) -> str:
     ingestion = receipt.data.sft_ingestion
-    locator = ingestion.source_locator if isinstance(ingestion.source_locator, str) else None
     found = {
         "config.admit.invalid_row_policy": run_config(receipt).admit.invalid_row_policy,
         "data.examples_filtered": receipt.data.examples_filtered,
         "data.examples_read": receipt.data.examples_read,
-        "training_data": receipt.training_data,
     }
     expected = {
         "config.admit.invalid_row_policy": ingestion.invalid_row_policy,
         "data.examples_filtered": ingestion.rows_rejected,
         "data.examples_read": ingestion.rows_read,
-        "training_data": {"path": locator, "sha256": ingestion.kept_corpus_sha256, "source": ingestion.source},
     }
-    return "; ".join(filter(None, (compare(name, found[name], expected[name]) for name in found)))
+    faults = [compare(name, found[name], expected[name]) for name in found]
+    faults.append(training_data_faults(receipt.training_data, ingestion, receipt.config["admit"]))
+    return "; ".join(filter(None, faults))
 
 
 def _check_counts(receipt: TrainReceipt) -> str:

@@ -25,6 +25,7 @@ from kiln_cli.receipts import (
     TrainReceipt,
 )
 from kiln_stages.admitting.model_files import tokenizer_identity
+from kiln_stages.evidence.training_data import training_data
 from kiln_stages.training.base_adapter import BaseAdapter
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
 from kiln_stages.training.kinds import SFT, Kind
@@ -84,7 +85,6 @@ def describe_failure(trainer: Trainer | None, evidence: Evidence, failure: Failu
 def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainReceipt:
     """What both kinds of receipt say, as of a failed training: no adapter, no norms of one, no held-out loss."""
     settings, ingestion = evidence.config.run, evidence.ingestion
-    locator = ingestion.source_locator if isinstance(ingestion.source_locator, str) else None
     log = evidence.out / "train" / "metrics.jsonl"
     logged = _whole_log(log)
     receipt = TrainReceipt(
@@ -95,7 +95,7 @@ def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainR
         model=_model(evidence),
         tokenizer=tokenizer_identity(evidence.config.model_dir(), evidence.admit.details),
         adapters={"base": evidence.base_adapter and evidence.base_adapter.in_receipt(), "output": None},
-        training_data={"source": ingestion.source, "path": locator, "sha256": ingestion.kept_corpus_sha256},
+        training_data=training_data(ingestion, evidence.admit.details["rows"].get("provenance")),
         hyperparameters=_hyperparameters(trainer, evidence),
         data=ReceiptData(
             examples_read=ingestion.rows_read,
