@@ -17,6 +17,7 @@ from kiln_stages.training.loop import StepRecord
 from tiny_model import Kiln
 
 from kiln_cli import KilnError
+from kiln_cli.files import run_lock
 
 CONFIG = """schema = "kiln.config.v1"
 [model]
@@ -300,6 +301,26 @@ def test_a_store_that_is_not_there_is_told_and_the_training_stands(project: Path
     (project / "moved").rename(project / ".kiln")
     assert "3 marked" in train(project, kiln)
     assert marks(project) == TRAINED
+
+
+def test_a_store_that_is_held_or_cannot_be_written_is_told(
+    project: Path, kiln: Kiln, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit(project, kiln)
+    monkeypatch.setattr("kiln_stages.correcting.store.WAIT_SECONDS", 0.05)
+    with run_lock((project / STORE).parent, "kiln corrections add"):
+        told = train(project, kiln)
+    assert "its corrections are not marked: " in told and "is in use by `kiln corrections add`" in told
+    before = (project / STORE).read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise KilnError("KLN402", "cannot write it: No space left on device", hint="free space")
+
+    with patch("kiln_stages.correcting.store.write_file", refuse):
+        told = train(project, kiln)
+    assert "not marked: cannot write it: No space left on device; free space; then run `kiln train` again" in told
+    assert (project / STORE).read_bytes() == before
+    assert "3 marked" in train(project, kiln)
 
 
 def test_a_second_training_of_the_same_texts_marks_them_anew(project: Path, kiln: Kiln) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import multiprocessing
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -317,6 +322,36 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
     expected = {f"w{writer}-{number}" for writer in range(WRITERS) for number in range(EACH)} | {"shared"}
     assert len(ids) == len(expected) and set(ids) == expected
     assert store.lines[-1].raw == b"kept as it is\n"
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [".kiln.lock", "data.jsonl"]
+
+
+def _write_on(path: Path, writer: int, told: Connection) -> None:
+    for number in itertools.count():
+        put(path, fields(f"k{writer}-{number}"))
+        told.send(f"k{writer}-{number}")
+
+
+def test_writers_that_are_killed_tear_nothing(tmp_path: Path) -> None:
+    """What a writer was told is added is there, each line is whole, and no other writer waits for a dead one."""
+    path, random = tmp_path / "corrections" / "data.jsonl", Random(7)
+    context = multiprocessing.get_context("fork")
+    acknowledged: set[str] = set()
+    for writer in range(12):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_write_on, args=(path, writer, theirs))
+        process.start()
+        theirs.close()
+        acknowledged.add(ours.recv())
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                acknowledged.add(ours.recv())
+    store = read_store(path)
+    ids = {one.correction.request_id for one in store.lines if one.correction is not None}
+    assert acknowledged <= ids and len(ids) == len(store.lines)
+    put(path, fields("last"))
     assert sorted(entry.name for entry in path.parent.iterdir()) == [".kiln.lock", "data.jsonl"]
 
 
