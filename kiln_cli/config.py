@@ -36,6 +36,8 @@ ADMIT_SECTIONS = ("model", "admit")
 DISTILL_SECTIONS = ("model", "admit", "distill")  # of the admission of a scored corpus
 TRAIN_SECTIONS = ("project", "model", "train")
 SCORED_WHOLE = "a scored corpus is one file of one shape, admitted whole or not at all"
+# Defaults of [train] where the rows are scored by a teacher.
+DISTILLATION_DEFAULTS: dict[str, Any] = {"loss": "teacher_top_k", "epochs": 1, "checkpoint_interval": 25}
 SIZE_LIMIT = 4 * 1024 * 1024
 
 Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
@@ -256,6 +258,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     threads: Count | None = None
 
     DEFAULT_RATES: ClassVar[dict[str, float]] = {"muon": 1e-3, "adam_w": 1e-4, "sgd": 1e-4}
+    TEACHER_RATES: ClassVar[dict[str, float]] = {"muon": 2e-3, "adam_w": 1e-5, "sgd": 1e-5}  # of loss teacher_top_k
     ODD_RATE: ClassVar[float] = 50.0  # times the default, or the default divided by it: outside, a rate is warned of
     MUON_RANKS: ClassVar[dict[str, tuple[int, float]]] = {"cpu": (2, math.inf), "cuda": (2, 48)}
     SMOKE_PROMPTS: ClassVar[tuple[str, ...]] = (
@@ -272,7 +275,12 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        return self.DEFAULT_RATES[self.optimizer.kind] if self.learning_rate is None else self.learning_rate
+        return self.default_rate if self.learning_rate is None else self.learning_rate
+
+    @property
+    def default_rate(self) -> float:
+        rates = self.TEACHER_RATES if self.loss == "teacher_top_k" else self.DEFAULT_RATES
+        return rates[self.optimizer.kind]
 
     @property
     def smoke_prompts(self) -> list[str]:
@@ -281,7 +289,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     def warnings(self) -> Iterable[str]:
         """What is allowed and unlikely to be meant."""
-        default = self.DEFAULT_RATES[self.optimizer.kind]
+        default = self.default_rate
         if not default / self.ODD_RATE <= self.rate <= default * self.ODD_RATE:
             yield (
                 f"train.learning_rate = {self.rate:g} is {self.rate / default:.3g} times the default {default:g} of "
@@ -480,7 +488,18 @@ def _overridden(value: dict[str, Any], overrides: Overrides, faults: list[str]) 
         table = value.setdefault(section, {}) if settings else None
         if isinstance(table, dict):  # else decoding names the fault
             table.update(settings)
+    _fill_in_distillation(value)
     return decode(RunConfig, value, REFUSED_KEYS, faults)
+
+
+def _fill_in_distillation(value: dict[str, Any]) -> None:
+    """Where the rows are scored ones, ``[train]`` keys that are left out have other defaults than for conversations."""
+    admit, distill, train = (value.get(name, {}) for name in ("admit", "distill", "train"))
+    if not all(isinstance(table, dict) for table in (admit, distill, train)):
+        return  # decoding names the fault
+    if admit.get("kind") == "opd" or (distill.get("teacher") is not None and admit.get("kind", "auto") == "auto"):
+        given = {key: item for key, item in train.items() if item is not None}
+        value["train"] = {**DISTILLATION_DEFAULTS, **given}
 
 
 def _faulty(path: Path, text: str, faults: list[str]) -> KilnError:

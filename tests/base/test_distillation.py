@@ -75,3 +75,27 @@ def test_settings_of_sampling_are_said_to_change_nothing(tmp_path: Path) -> None
     assert list(DistillConfig().warnings()) == []
     found = load(tmp_path, "[distill]\ntemperature = 0.7\nmax_tokens = 10\n")
     assert [text.split(" ")[0] for text in found.warnings()] == ["distill.temperature", "distill.max_tokens"]
+
+
+@pytest.mark.parametrize("text", ["[admit]\nkind = 'opd'\n", "[distill]\nteacher = 't'\n"])
+def test_scored_rows_have_other_defaults_of_training(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kiln.toml"
+    path.write_text(f'schema = "kiln.config.v1"\n{text}', encoding="utf-8")
+    train = load_config(path).run.train
+    assert (train.loss, train.epochs, train.checkpoint_interval, train.rate) == ("teacher_top_k", 1, 25, 2e-3)
+    assert load_config(path, ["train.optimizer=adam_w"]).run.train.rate == 1e-5
+    changed = load_config(path, ["train.epochs=3", "train.checkpoint_interval=7", "train.learning_rate=0.5"]).run.train
+    assert (changed.epochs, changed.checkpoint_interval, changed.rate) == (3, 7, 0.5)
+    assert list(changed.warnings())
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.resolved.toml").write_bytes(load_config(path).resolved_toml(run))
+    assert load_config(run / "config.resolved.toml").run.train == train
+
+
+@pytest.mark.parametrize("text", ["", "[admit]\nkind = 'sft'\n[distill]\nteacher = 't'\n"])
+def test_conversations_keep_theirs(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kiln.toml"
+    path.write_text(f'schema = "kiln.config.v1"\n{text}', encoding="utf-8")
+    train = load_config(path).run.train
+    assert (train.loss, train.epochs, train.checkpoint_interval, train.rate) == ("cross_entropy", 3, None, 1e-3)

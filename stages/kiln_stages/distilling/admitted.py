@@ -1,0 +1,57 @@
+"""What the admission of a scored corpus says to the stages behind it: ``details.opd`` of admit_manifest.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kiln_cli.errors import KilnError
+from kiln_cli.receipts import StageManifest
+from kiln_cli.text import printable
+from kiln_stages.distilling.identity import TeacherIdentity
+
+DETAILS = "opd"
+
+
+class ScoredBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The teacher, as it was pinned at admission. ``content_revision``: 64 hex digits, of the identity."""
+
+    alias: str
+    content_revision: str
+    identity: TeacherIdentity
+
+
+class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many of the scored tokens name the id of their target: the others are aligned by their number alone."""
+
+    proven: int
+    of: int
+
+
+class ScoredCorpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``path``: where the corpus lay, as it was given. ``sha256``: ``sha256:`` and the digest of the file's bytes, without
+    a domain. ``top_k``: candidates that were kept of each target, resolved from the settings. ``rows_sha256``: of the
+    rows in order, as :class:`kiln_stages.distilling.rows.ScoredCorpusDigest` has it."""
+
+    path: str
+    sha256: str
+    teacher: ScoredBy
+    top_k: int
+    alignment: Alignment
+    rows_sha256: str
+
+
+def scored_corpus(admit: StageManifest) -> ScoredCorpus | None:
+    """None for an admission of conversations. Raises KilnError KLN206 for details of another form."""
+    details: Any = admit.details.get(DETAILS)
+    if details is None:
+        return None
+    try:
+        return msgspec.convert(details, ScoredCorpus)
+    except msgspec.ValidationError as error:
+        raise KilnError(
+            "KLN206",
+            f"admit_manifest.json: details.{DETAILS}: {printable(error)}",
+            hint="run `kiln admit` again",
+        ) from None
