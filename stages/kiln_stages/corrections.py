@@ -6,6 +6,7 @@ when the training is complete, ``kiln train`` or ``kiln resume`` marks the ones 
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -183,7 +184,10 @@ def account(done: Added) -> str:
         ids = printable(", ".join(done.stale))
         lines.append(f"trained on before, with other texts: {ids}; --retrain makes them active again")
     lines += [f"not to be trained on: {printable(name)}: {why}" for name, why in done.unfit.items()]
-    return "\n".join([*lines, f"written: {printable(done.store)}", "next: kiln corrections admit CONFIG --out RUN"])
+    registry = Path(done.store).parents[1]
+    elsewhere = "" if registry == REGISTRY else f" --registry {shlex.quote(str(registry))}"
+    lines.append(f"written: {printable(done.store)}")
+    return "\n".join([*lines, f"next: kiln corrections admit CONFIG --out RUN{elsewhere}"])
 
 
 def page(found: Listed) -> str:

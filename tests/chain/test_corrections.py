@@ -139,8 +139,8 @@ def test_the_loop(project: Path, kiln: Kiln) -> None:
 
 def test_the_long_form_and_the_request_give_the_same_rows(project: Path, kiln: Kiln) -> None:
     admit(project, kiln, "short")
-    setting = ["--set", "admit.dataset=corrections:active"]
-    assert kiln("admit", project / "kiln.toml", *setting, "--out", project / "long").code == 0
+    option = ["--dataset", "corrections:active"]
+    assert kiln("admit", project / "kiln.toml", *option, "--out", project / "long").code == 0
     request = project / "request.json"
     request.write_text(json.dumps({"dataset": "corrections:active", "config": {"invalid_row_policy": "skip"}}))
     model = ["--model", project / "model", "--set", "admit.control_tokens=reject"]
@@ -161,6 +161,11 @@ def test_a_request_with_rows_of_its_own_is_refused(project: Path, kiln: Kiln) ->
     request.write_text(json.dumps({"examples": [], "config": {}}))
     done = kiln("corrections", "admit", request, "--model", project / "model", "--out", project / "run")
     assert done.code == 2 and "examples and admit.dataset exclude each other" in done.err
+
+
+def test_there_are_active_corrections_and_no_others(project: Path, kiln: Kiln) -> None:
+    done = kiln("admit", project / "kiln.toml", "--dataset", "corrections:all", "--out", project / "run")
+    assert done.code == 2 and "KLN212" in done.err and "it is corrections:active" in done.err
 
 
 def test_a_registry_of_another_place(project: Path, kiln: Kiln, monkeypatch: pytest.MonkeyPatch) -> None:

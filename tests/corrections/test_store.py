@@ -209,7 +209,10 @@ def test_a_file_that_is_refused(tmp_path: Path, content: bytes, code: str, why: 
 
 IDS = st.sampled_from(["r1", "r2", "r3", "r\u00e9"])
 ENDS = st.sampled_from([b"\n", b"\r\n", b" \t\n", b"\f\n"])
-EXTRA = st.sampled_from(["", '"x":1.50,', '"x" : {"k":[1E3 , "\\u0061"]},', '"\\u0078":"y",', '"n":-0,'])
+MARKED = b'"trained_into" : "x" , '
+EXTRA = st.sampled_from(
+    ["", MARKED.decode(), '"x":1.50,', '"x" : {"k":[1E3 , "\\u0061"]},', '"\\u0078":"y",', '"n":-0,']
+)
 
 
 @st.composite
@@ -237,10 +240,7 @@ def test_every_line_but_the_one_that_is_meant_stays_byte_for_byte(data: bytes, r
     before = [one.raw for one in store.lines]
     assert store.data() == data
     target = store.get(request_id)
-    if change == "clear":
-        if target is not None:
-            store.clear_marker(target)
-        assert store.data() == data
+    if target is None and change == "clear":
         return
     if target is None:
         store.add(json.dumps(fields(request_id)))
@@ -252,14 +252,19 @@ def test_every_line_but_the_one_that_is_meant_stays_byte_for_byte(data: bytes, r
         store.set_members(target, {"trained_into": '"n"', "trained_at": '"t"'})
         old = before[at]
         closing = old.rindex(b"}")
-        assert target.raw == old[:closing] + b',"trained_into":"n","trained_at":"t"' + old[closing:]
+        again = b"" if MARKED in old else b',"trained_into":"n"'
+        added = old[:closing] + again + b',"trained_at":"t"' + old[closing:]
+        assert target.raw == added.replace(MARKED, MARKED.replace(b"x", b"n"))
+    elif change == "clear":
+        assert store.clear_marker(target) == (MARKED in before[at])
+        assert target.raw == before[at].replace(MARKED, b"")
     else:
         store.set_members(target, {"ideal": '"zz"'})
         assert target.raw == before[at].replace(b'"b"', b'"zz"')
     after = [one.raw for one in store.lines]
     assert after[:at] + after[at + 1 :] == before[:at] + before[at + 1 :]
-    again = Store(store.data())
-    assert [one.state() for one in again.lines] == [one.state() for one in store.lines]
+    reread = Store(store.data())
+    assert [one.state() for one in reread.lines] == [one.state() for one in store.lines]
 
 
 def test_the_mode_of_the_file_stays(tmp_path: Path) -> None:

@@ -85,12 +85,14 @@ def given_values(values: Iterable[Any]) -> Given:
 
 
 def named_rows(config: LoadedConfig) -> Given | None:
-    """The rows that ``[admit] dataset`` names; None where it names none. Raises KilnError as
-    :func:`active_corrections` and :func:`rows_of_split` do."""
+    """The rows that ``[admit] dataset`` names; None where it names none. Raises KilnError KLN212 for corrections by
+    another name than the one there is, and as :func:`active_corrections` and :func:`rows_of_split` do."""
     if (name := config.run.admit.dataset) is None:
         return None
     if name == ACTIVE:
         return active_corrections(store_path(config.resolve(config.run.admit.registry)))
+    if name.startswith(f"{SOURCE}:"):
+        raise KilnError("KLN212", f"there are no corrections by the name {printable(name)!r}", hint=f"it is {ACTIVE}")
     return rows_of_split(config, name)
 
 
