@@ -29,6 +29,7 @@ COMMANDS = {
     "teacher": "kiln_stages.teacher",
     "train": "kiln_stages.train",
     "resume": "kiln_stages.resume",
+    "recipe": "kiln_stages.recipe",
     "status": "kiln_stages.status",
     "verify-receipt": "kiln_stages.verify_receipt",
     "sign": "kiln_stages.sign",
@@ -51,6 +52,7 @@ SUMMARIES = {
     "teacher": "Register teachers, show and check who they are, and have one score rows for a distillation.",
     "train": "Train a LoRA adapter on the admitted rows, one conversation a step.",
     "resume": "Continue a training from an exact checkpoint; any difference is an error.",
+    "recipe": "Run trainings that build on one another, from a recipe: check it, show its plan, carry it out.",
     "status": "Show how far a training is: step, loss, latest checkpoint, and what to do next.",
     "verify-receipt": "Check every claim of a train receipt; offline, without a GPU.",
     "sign": "Sign a train receipt with an SSH key, through ssh-keygen.",
@@ -66,7 +68,7 @@ SUMMARIES = {
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "recipe", "leak", "init", "schema", "evaluate",
+    "leak", "init", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

@@ -432,8 +432,8 @@ def load_config(path: Path | None, assignments: Iterable[str] = (), options: Opt
     overrides = Overrides(assignments, options or {})
     if path is None:
         return _load_nothing(overrides)
-    text = _read_text(path)
-    value = _parse(path, text)
+    text = read_text(path)
+    value = parse_table(path, text)
     if path.suffix == ".json" and is_request(value):
         return _load_request(path, text, value, overrides)
     if (found := value.get("schema")) != SCHEMA:
@@ -447,7 +447,7 @@ def load_config(path: Path | None, assignments: Iterable[str] = (), options: Opt
     faults: list[str] = []
     run = _overridden(value, overrides, faults)
     if faults or run is None:
-        raise _faulty(path, text, faults)
+        raise faulty(path, text, faults)
     base = path.parent if run.base_dir is None else path.parent / run.base_dir
     return LoadedConfig(run=msgspec.structs.replace(run, base_dir=None), base_dir=base, path=path)
 
@@ -463,7 +463,7 @@ def _load_nothing(overrides: Overrides) -> LoadedConfig:
     faults: list[str] = []
     run = _overridden({"schema": SCHEMA}, overrides, faults)
     if faults or run is None:
-        raise _faulty(Path("the command line"), "", faults)
+        raise faulty(Path("the command line"), "", faults)
     return LoadedConfig(run=run, base_dir=Path())
 
 
@@ -475,7 +475,7 @@ def _load_request(path: Path, text: str, value: dict[str, Any], overrides: Overr
         given = [name for name in ("file", "dataset") if getattr(run.admit, name) is not None]
         faults += [f"examples and admit.{name} exclude each other" for name in given]
     if faults or run is None:
-        raise _faulty(path, text, [in_request_terms(fault) for fault in faults])
+        raise faulty(path, text, [in_request_terms(fault) for fault in faults])
     for key, reason in request.ignored.items():
         terminal.warn(f"{printable(path)}: {printable(key)} is ignored: {reason}")
     return LoadedConfig(run=run, base_dir=path.parent, path=path, examples=request.examples)
@@ -502,18 +502,20 @@ def _fill_in_distillation(value: dict[str, Any]) -> None:
         value["train"] = {**DISTILLATION_DEFAULTS, **given}
 
 
-def _faulty(path: Path, text: str, faults: list[str]) -> KilnError:
+def faulty(path: Path, text: str, faults: list[str], keys_in: str = "docs/config.md") -> KilnError:
+    """The error that lists every fault with its place."""
     located = [f"  {place(path, text, fault)} {fault}" for fault in faults]
     plural = "fault" if len(faults) == 1 else "faults"
     return KilnError(
         "KLN203",
         f"{printable(path)} has {len(faults)} {plural}:\n" + "\n".join(located),
-        hint="mend each line above; docs/config.md lists every key",
+        hint=f"mend each line above; {keys_in} lists every key",
         details={"faults": faults},
     )
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A config's text. Raises KilnError KLN202 where it is no UTF-8, KLN204 or KLN206 as :func:`read_bounded` does."""
     data = read_bounded(path, SIZE_LIMIT)
     try:
         return data.decode("utf-8")
@@ -521,7 +523,8 @@ def _read_text(path: Path) -> str:
         raise KilnError("KLN202", f"{printable(path)} is no UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _parse(path: Path, text: str) -> dict[str, Any]:
+def parse_table(path: Path, text: str) -> dict[str, Any]:
+    """TOML, or JSON where the name says so; what is no table is an empty one. Raises KilnError KLN202."""
     try:
         value = strict_json.parse(text.encode()) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:

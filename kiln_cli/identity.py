@@ -46,6 +46,7 @@ class Domain(StrEnum):
     SCORED_CORPUS = "kiln-cli.scored-corpus.v1"
     LOSS_LOG = "kiln-cli.loss-log.v1"
     TOOL_PROMPT_TEXT = "kiln-cli.tool-prompt-text.v1"
+    RECIPE = "kiln-cli.recipe.v1"
 
     def prefix(self) -> bytes:
         return self.value.encode("ascii") + b"\x00"

@@ -182,6 +182,13 @@ def read_request(value: Mapping[str, Any], refused: Mapping[str, str]) -> Reques
     return _read_distillation(value, refused) if distils else _read_sft(value, refused)
 
 
+def read_config(config: object, refused: Mapping[str, str]) -> Request:
+    """What stands under ``config`` of a request for SFT, alone: the rows come from elsewhere."""
+    reading = _Reading(KEYS, refused, tolerant=False)
+    reading.read_config(config)
+    return reading.request()
+
+
 def _read_sft(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
     reading = _Reading(KEYS, refused, tolerant=False)
     reading.look_at(value, _TOP, "")

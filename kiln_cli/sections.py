@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_or
 import msgspec
 
 from kiln_cli.errors import KilnError
+from kiln_cli.key_lines import line_of
 from kiln_cli.text import printable
 
 
@@ -42,12 +43,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 S = TypeVar("S", bound=Section)
 
 
-def decode(kind: type[S], value: object, refused: Mapping[str, str], faults: list[str]) -> S | None:
+def decode(kind: type[S], value: object, refused: Mapping[str, str], faults: list[str], at: str = "") -> S | None:
     """``value`` as a section; adds one text a fault to ``faults`` and returns None where there is any.
 
-    ``refused`` names keys that are no oversight but refused for a reason, in any table.
+    ``refused`` names keys that are no oversight but refused for a reason, in any table. ``at``: the section's own key.
     """
-    return _decode_section(kind, value, "", refused, faults)
+    return _decode_section(kind, value, at, refused, faults)
 
 
 def assign(value: dict[str, Any], assignment: str) -> None:
@@ -75,13 +76,8 @@ def place(path: Path, text: str, fault: str) -> str:
     """``file:line`` of the key that a fault begins with, or of the table that holds it; the file alone where neither
     stands in it (``--set``)."""
     dotted = re.match(r"[A-Za-z0-9_.\[\]]+", fault)
-    parts = re.sub(r"\[\d+\]", "", dotted.group()).split(".") if dotted else []
-    while parts:
-        line = _line_of_key(text, parts[:-1], parts[-1])
-        if line:
-            return f"{printable(path)}:{line}:"
-        parts.pop()
-    return f"{printable(path)}:"
+    line = line_of(path, text, dotted.group().rstrip(".")) if dotted else 0
+    return f"{printable(path)}:{line}:" if line else f"{printable(path)}:"
 
 
 def unknown_key(key: str, fields: Iterable[str], at: str, refused: Mapping[str, str]) -> str:
@@ -180,18 +176,6 @@ def _choices(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     return [choice for part in get_args(kind) for choice in _choices(part)]
-
-
-def _line_of_key(text: str, header: list[str], key: str) -> int:
-    current: list[str] = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if found := re.match(r"\s*\[\[?\s*([A-Za-z0-9_.]+)\s*\]", line):
-            current = found.group(1).split(".")
-            if current == [*header, key]:
-                return number
-        elif current == header and re.match(rf"\s*{re.escape(key)}\s*=", line):
-            return number
-    return 0
 
 
 def _lower_first(text: str) -> str:

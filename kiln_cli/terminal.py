@@ -97,6 +97,11 @@ class Terminal:
         sys.stdout.write("\n")
         sys.stdout.flush()
 
+    def verbatim(self, text: str) -> None:
+        """A file on stdout, to be redirected: nothing in it is escaped, or it would be another file."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
     def json_data(self, value: Any) -> None:
         """The command's result as one JSON object, on stdout."""
         sys.stdout.write(document(value).decode("utf-8"))

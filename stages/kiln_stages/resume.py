@@ -106,7 +106,7 @@ def run(
                 )
             receipt = finish(trainer, inputs, training, started, outcome, progress)
         marking = mark_trained(config, out, inputs.admit, receipt)
-        return TrainResult(receipt=receipt, outcome=outcome, resumed_from=step, marking=marking)
+        return TrainResult(receipt=receipt, outcome=outcome, late_signal=signal, resumed_from=step, marking=marking)
 
 
 def run_proof(

@@ -118,7 +118,8 @@ def run(
                 attempt.cancelled(outcome, signal)
                 return TrainResult(receipt=None, outcome=outcome, checkpoint=outcome.checkpoint, signal=signal)
             receipt = finish(trainer, inputs, training, started, outcome, progress)
-        return TrainResult(receipt=receipt, outcome=outcome, marking=mark_trained(config, out, inputs.admit, receipt))
+        marking = mark_trained(config, out, inputs.admit, receipt)
+        return TrainResult(receipt=receipt, outcome=outcome, late_signal=signal, marking=marking)
 
 
 def preview(config: LoadedConfig, out: Path, plugins: Plugins, *, progress: Progress = SILENT) -> DryRun:

@@ -50,13 +50,15 @@ REMOVALS_SHOWN = 8  # steps of removed checkpoints that a line names
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``receipt`` is None where a signal stopped the run; ``checkpoint`` then holds what is left of it. ``marking`` is
-    None where the rows are no corrections."""
+    """``receipt`` is None where a signal stopped the run; ``checkpoint`` then holds what is left of it.
+    ``late_signal``: one that asked to stop when no step was left, for whoever has more to do. ``marking`` is None where
+    the rows are no corrections."""
 
     receipt: TrainReceipt | None
     outcome: Outcome | None
     checkpoint: Path | None = None
     signal: int | None = None
+    late_signal: int | None = None
     unchanged: bool = False
     resumed_from: int | None = None
     marking: Marking | None = None  # of the corrections that were trained on

@@ -1,0 +1,157 @@
+"""A recipe as a Makefile: the same steps as rules that call ``kiln admit``, ``train`` and ``export`` with config files.
+
+It stands alone. Settings, and rows that the recipe itself holds, are written by rules of their own; such rows then come
+from a file, which their receipts say. The rules are those of ``stages/stages.mk``, without raw rows and ``prepare``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from kiln_cli.config import SCHEMA, LoadedConfig, RunConfig
+from kiln_cli.errors import KilnError
+from kiln_cli.manifests import relative_base
+from kiln_cli.sections import without_none
+from kiln_cli.text import printable
+from kiln_stages.recipes.placing import Merging, Placed, Training, place_steps
+from kiln_stages.recipes.recipe_file import Recipe
+
+LONGEST_LINE = 100_000  # bytes of one line of a file: a system hands a shell no argument beyond 128 KiB
+TOGETHER = 8_000  # bytes of lines that one command writes
+HEAD = """\
+# The steps of recipe {name}, made by `kiln recipe plan {file} --out {out} --makefile`.
+# Paths count from the directory where that was done. A training that was interrupted begins again here;
+# `kiln recipe run`, or `kiln resume` of its directory, goes on with it instead.
+
+KILN ?= kiln
+SELF := $(lastword $(MAKEFILE_LIST))
+
+.DELETE_ON_ERROR:
+.PHONY: all FORCE
+all: {targets}
+"""
+TRAINING = """
+{run}/.stamps/admit: {config} {rows}
+	$(KILN) admit {config} --out {run}
+	@mkdir -p $(@D) && touch $@
+{run}/admit_manifest.json: {run}/.stamps/admit
+	@test -e $@ || $(KILN) admit {config} --out {run}
+{run}/.stamps/train: {run}/admit_manifest.json {config}{base}
+	$(KILN) train {config} --out {run} --fresh
+	@mkdir -p $(@D) && touch $@
+{run}/train_receipt.json: {run}/.stamps/train
+	@grep -qs '"status": "success"' $@ || $(KILN) train {config} --out {run} --fresh
+"""
+MERGING = """
+{target}/config.json: {run}/train_receipt.json
+	@test ! -e {target} || {{ echo 'move {target} away: it is of another adapter' >&2; exit 2; }}
+	$(KILN) export {run} --merged {target}
+"""
+
+
+def makefile(recipe: Recipe, out: Path) -> str:
+    """The text. Raises KilnError KLN201 for what a Makefile cannot hold: a path with white space, a very long row."""
+    placed = place_steps(recipe, out)
+    head = HEAD.format(
+        name=printable(recipe.name),
+        file=_path(recipe.path),
+        out=_path(out),
+        targets=" ".join(map(_target, placed)),
+    )
+    return head + "".join(map(_rules, placed))
+
+
+def _target(placed: Placed) -> str:
+    return _path(placed.target / "config.json" if isinstance(placed, Merging) else placed.run / "train_receipt.json")
+
+
+def _rules(placed: Placed) -> str:
+    if isinstance(placed, Merging):
+        return MERGING.format(target=_path(placed.target), run=_path(placed.run))
+    config, made, rows = placed.config, "", "FORCE"  # a data set may have changed: admit looks each time
+    if placed.step.examples is not None:
+        given = placed.rows()
+        assert given is not None and given.texts is not None, "the recipe holds its rows"
+        path = _beside(placed, "rows.jsonl")
+        config = config.replace("admit", file=os.path.relpath(path, config.base_dir))
+        made = _file_rule(path, (text.decode("utf-8") for text in given.texts))
+        rows = _path(path)
+    elif config.run.admit.file is not None:
+        rows = _path(config.resolve(config.run.admit.file))
+    made += _file_rule(_beside(placed, "toml"), _settings(config, placed.run.parent).splitlines())
+    base = placed.run.parent / placed.step.base if placed.step.base is not None else None
+    return made + TRAINING.format(
+        run=_path(placed.run),
+        config=_path(_beside(placed, "toml")),
+        rows=rows,
+        base=f" {_path(base)}/train_receipt.json" if base is not None else "",
+    )
+
+
+def _beside(training: Training, ending: str) -> Path:
+    return training.run.with_name(f"{training.step.name}.{ending}")
+
+
+def _settings(config: LoadedConfig, directory: Path) -> str:
+    """The config as TOML, for a file in ``directory``; what is as it is by default is left out."""
+    value = _beyond(msgspec.to_builtins(config.run), msgspec.to_builtins(RunConfig(schema="kiln.config.v1")))
+    base = {"schema": SCHEMA, "base_dir": relative_base(directory, config.base_dir)}
+    return tomli_w.dumps({**base, **without_none(value)})
+
+
+def _beyond(value: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """What of ``value`` is not as in ``default``, table by table."""
+    found = {}
+    for key, item in value.items():
+        other = default.get(key)
+        differing = _beyond(item, other) if isinstance(item, dict) and isinstance(other, dict) else item
+        if item != other:
+            found[key] = differing
+    return found
+
+
+def _file_rule(path: Path, lines: Iterable[str]) -> str:
+    """A rule that writes these lines to a file, which is there whole or not at all."""
+    commands = "".join(
+        "\t@printf '%s\\n'" + "".join(f" \\\n\t    {text}" for text in part) + " >> $@.tmp\n"
+        for part in _parts(path, lines)
+    )
+    return f"\n{_path(path)}: $(SELF)\n\t@mkdir -p $(@D) && rm -f $@.tmp\n{commands}\t@mv $@.tmp $@\n"
+
+
+def _parts(path: Path, lines: Iterable[str]) -> Iterator[list[str]]:
+    """The lines as words of a shell in a Makefile, as many together as a command takes."""
+    part: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if len(line.encode("utf-8")) > LONGEST_LINE:
+            raise KilnError(
+                "KLN201",
+                f"line {number} of {printable(path)} has {len(line.encode('utf-8')):,} bytes, more than the "
+                f"{LONGEST_LINE:,} that a rule can write",
+                hint="put the rows into a file and name it under examples_from",
+            )
+        quoted = "'" + line.replace("'", "'\\''").replace("$", "$$") + "'"
+        if part and sum(map(len, part)) + len(quoted) > TOGETHER:
+            yield part
+            part = []
+        part.append(quoted)
+    yield part
+
+
+def _path(path: Path) -> str:
+    """A path as a target and as a word of a shell. Raises KilnError KLN201 where it cannot be both."""
+    text = str(path)
+    if any(char.isspace() or char in "$#:%\\'\"`*?[]()&;|<>=!~" for char in text):
+        raise KilnError(
+            "KLN201",
+            f"{printable(text)!r} cannot stand in a Makefile: it has white space or a character that Make or a shell "
+            "takes for its own",
+            hint="rename it, or use `kiln recipe run`",
+        )
+    return text
