@@ -163,6 +163,19 @@ def test_a_request_with_rows_of_its_own_is_refused(project: Path, kiln: Kiln) ->
     assert done.code == 2 and "examples and admit.dataset exclude each other" in done.err
 
 
+def test_one_that_meets_a_held_out_row_stays_active(project: Path, kiln: Kiln) -> None:
+    line = stored(project)["r2"]
+    messages = [{"role": "user", "content": line["user"]}, {"role": "assistant", "content": line["ideal"]}]
+    (project / "held.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    arguments = ["admit", project / "kiln.toml", "--dataset", "corrections:active", "--out", project / "run"]
+    refused = kiln(*arguments, "--held-out", project / "held.jsonl")
+    assert refused.code == 1 and "KLN109" in refused.err and "r2" in refused.err
+    done = kiln(*arguments, "--held-out", project / "held.jsonl", "--drop-contaminated")
+    assert done.code == 0, done.err
+    assert "2 marked as trained into support-bot, 2 rejected and still active" in train(project, kiln)
+    assert marks(project) == {"r1": "support-bot", "r2": None, BAD: None, "r4": "support-bot"}
+
+
 def test_there_are_active_corrections_and_no_others(project: Path, kiln: Kiln) -> None:
     done = kiln("admit", project / "kiln.toml", "--dataset", "corrections:all", "--out", project / "run")
     assert done.code == 2 and "KLN212" in done.err and "it is corrections:active" in done.err

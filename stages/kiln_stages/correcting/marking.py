@@ -64,7 +64,7 @@ class Marking(NamedTuple):
 
 def is_of_corrections(admit: StageManifest) -> bool:
     """Whether the rows of an admission are corrections."""
-    return bool(admit.details["rows"]["from"] == SOURCE)
+    return bool(admit.details.get("rows", {}).get("from") == SOURCE)
 
 
 def mark_trained(config: LoadedConfig, run: Path, admit: StageManifest, receipt: TrainReceipt) -> Marking | None:
