@@ -124,6 +124,7 @@ def add(
         rows, choice = _rows_of(given, label, wanted, plugins, folder(registry), stack)
         if append and before is not None and source == "auto":
             _require_shape(rows, choice, label)
+        added = sum(1 for _ in _texts(rows.stream, label))  # before anything is written: a row may be refused
         asked = Settings(
             dataset_name=name,
             source=choice.name,
@@ -139,7 +140,6 @@ def add(
         if not again:
             _write_rows(directory, rows, label, behind=before is not None)
         settings = asked if before is None else before.settings
-        added = sum(1 for _ in _texts(rows.stream, label))
         return _finish(directory, settings, before, added=added, packing=given.packing, completed=again)
 
 
