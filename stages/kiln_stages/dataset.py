@@ -178,27 +178,26 @@ def _tell(change: Change, registry: Path, json: bool) -> None:
 
 def account(change: Change) -> str:
     """What a change made of the data set, for people."""
-    identity, added = change.identity, f"{change.added} added" if change.added else "none added"
-    lines = [f"data set {printable(identity.dataset_name)}: {identity.rows} rows, {added}"]
+    identity, config = change.identity, change.settings.split
+    lines = [f"data set {printable(identity.dataset_name)}: {identity.rows:,} rows, {change.added:,} added"]
     if change.packing is not None:
         lines.append(f"rows: read as {change.packing}, in the shape {printable(change.settings.source)}")
     if change.completed:
-        lines.append("  these rows were there already, by the same command, which was cut short; they stand there once")
+        lines.append("  they were there already, by this command, which was cut short; each stands there once")
     if change.repeated:
-        lines.append(f"  {change.repeated} of them stood there before; they are kept, in the same split")
-    if change.taken_in:
-        word = "more" if change.taken_in > 0 else "fewer"
-        lines.append(f"  data.jsonl has {abs(change.taken_in)} rows {word} than at its last split, by other hands")
+        lines.append(f"  in the data set before, and kept beside it in the same split: {change.repeated:,}")
     if identity.malformed_rows:
+        lines.append(f"  no JSON, and kept as given for admission to refuse: {identity.malformed_rows:,}")
+    if change.taken_in:
         lines.append(
-            f"  {identity.malformed_rows} rows are no JSON; they are kept as they are, for admission to refuse"
+            f"  rows of data.jsonl that no split knew of (an add was cut short, or it was edited): {change.taken_in:+,}"
         )
-    lines += _split_lines(change.settings.split, change.sizes, identity.rows)
+    lines += _split_lines(config, change.sizes, identity.rows)
     if change.ungrouped:
-        pointer = printable(change.settings.split.group_by)
-        lines.append(f"  {change.ungrouped} rows have no value at {pointer}; it keeps none of them together")
-    lines += _move_lines(change.moves)
-    return "\n".join([*lines, f"written: {printable(change.directory)}"])
+        lines.append(
+            f"  without a value at {printable(config.group_by)}, which groups them with none: {change.ungrouped:,}"
+        )
+    return "\n".join([*lines, *_move_lines(change.moves), f"written: {printable(change.directory)}"])
 
 
 def _split_lines(config: SplitConfig, sizes: dict[str, SplitSize], rows: int) -> list[str]:
@@ -216,7 +215,7 @@ def _move_lines(moves: list[Move] | None) -> list[str]:
         return ["moved: not known, since what stood in split.json before is not what was vouched for"]
     if not moves:
         return []
-    lines = [f"moved: {len(moves)} rows are in another split than before"]
+    lines = [f"moved into another split than before: {len(moves):,}"]
     lines += [
         f"  row {move.row_number}: {move.before} -> {move.after}: {move.reason}: {move.detail}"
         for move in moves[:MOVES_SHOWN]
