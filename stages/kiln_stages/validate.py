@@ -1,8 +1,8 @@
 """``kiln validate``: is this file what it claims to be? Prints each fault with its place and writes nothing.
 
 Kinds: raw rows (by the rules of prepare), chat rows (``sft``), prepared examples, a config, a manifest, a train or an
-ingestion receipt, a checkpoint, a run. Receipts and checkpoints are held against themselves alone, with no run
-around them.
+ingestion receipt, a checkpoint, a run, a named data set. Receipts, checkpoints and a ``split.json`` are held against
+themselves alone, with nothing around them; a data set's directory against its rows.
 Reasons of policy (several calls, a query seen before) are notes: they say what prepare will drop, not what is broken.
 So are oddities that prepare keeps: a query without a visible character or with U+0000, a tool with a blank name.
 """
@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 import msgspec
 import typer
@@ -41,6 +41,7 @@ from kiln_cli.request_form import is_request
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
+from kiln_stages.datasets import checking, entry
 from kiln_stages.evidence.claims import Claim, data_claims, file_claims, manifest_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.preparing.screening import POSITIONAL, Drop, Screen
@@ -50,8 +51,8 @@ from kiln_stages.reading.transports import open_plain
 from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint
 from kiln_stages.training.checkpoint_manifest import MANIFEST_TYPE
 
-Kind = Literal["raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint"]
-KINDS: tuple[Kind, ...] = ("raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint")
+Kind = Literal["raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint", "dataset"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 EMPTY = "empty"  # what a file without rows is taken for; nothing else is
 # Reasons of policy: the row is sound, prepare will not use it.
 POLICY = ("multi_call_answer", "duplicate_query")
@@ -149,6 +150,8 @@ def _report(path: Path, plugins: Plugins, kind: str | None, source: str, max_fau
         taken, why, findings = "checkpoint", "a directory with a checkpoint's name or manifest", _checkpoint(path)
     elif path.is_dir() and kind == "checkpoint":
         taken, why, findings = kind, "given", _checkpoint(path)
+    elif path.is_dir() and (kind == "dataset" or (kind is None and entry.is_dataset(path))):
+        taken, why, findings = "dataset", "a directory with a data set's manifest", _dataset(path)
     elif path.is_dir():
         taken, why, findings = "run", "a directory", _run_directory(path)
     else:
@@ -173,8 +176,12 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
     """What a file is taken for and why. Raises KilnError KLN212 where nothing fits."""
     if path.suffix == ".toml":
         return "config", "its name ends in .toml"
+    if entry.is_split(path):
+        return "dataset", f"schema is {entry.SPLIT_SCHEMA}"
     document = _whole_document(path)
     if document is not None:
+        if document.get("schema") in (entry.MANIFEST_SCHEMA, entry.IDENTITY_SCHEMA):
+            return "dataset", f"schema is {document['schema']}"
         if document.get("schema") == CONFIG_SCHEMA:
             return "config", f"schema is {CONFIG_SCHEMA}"
         if document.get("receipt_type") == RECEIPT_TYPE:
@@ -345,6 +352,24 @@ def _checkpoint(path: Path) -> Iterator[Finding | None]:
         yield Finding(file=printable(path), reason=error.code, detail=error.message)
 
 
+def _dataset(path: Path, plugins: Plugins | None = None, source: str = "") -> Iterator[Finding | None]:
+    """A split.json against its own rows; a data set, named by its directory or another of its files, against them."""
+    if path.is_dir() or path.name in (entry.MANIFEST, entry.IDENTITY):
+        directory = path if path.is_dir() else path.parent
+        yield from (None for _ in entry.split_rows(directory))
+        for difference in checking.verify_directory(directory):
+            yield Finding(file=printable(directory / difference.file), reason="differs", detail=difference.detail)
+        return
+    try:
+        split = entry.read_split(path)
+    except KilnError as error:
+        yield Finding(file=printable(path), reason=error.code, detail=error.message)
+        return
+    yield from (None for _ in split.rows)
+    for fault in checking.split_faults(split):
+        yield Finding(file=printable(path), reason="contradiction", detail=fault)
+
+
 def _run_directory(path: Path) -> Iterator[Finding | None]:
     """Each stage's manifest that is there, the files it vouches for, and how one stage's evidence fits the next."""
     if not any(manifest_path(path, stage).exists() for stage in MANIFEST_NAMES):
@@ -384,6 +409,7 @@ _FINDERS = {
     "receipt": _receipt,
     "ingestion": _ingestion,
     "checkpoint": _checkpoint_manifest,
+    "dataset": _dataset,
 }
 
 

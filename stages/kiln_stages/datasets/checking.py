@@ -11,9 +11,9 @@ import msgspec
 
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input
-from kiln_cli.identity import canonical_json
+from kiln_cli.identity import canonical_json, is_hash
 from kiln_cli.text import printable
-from kiln_stages.datasets.building import Built, build, file_identity, identity_of
+from kiln_stages.datasets.building import Built, build, file_identity, identity_of, split_manifest
 from kiln_stages.datasets.entry import (
     DATA,
     IDENTITY,
@@ -29,6 +29,7 @@ from kiln_stages.datasets.entry import (
     read_settings,
     read_split,
 )
+from kiln_stages.datasets.partition import partition
 
 SHOWN = 5  # rows of one file that are named; the rest are counted
 
@@ -45,7 +46,11 @@ def verify(registry: Path, name: str) -> list[Difference]:
 
     Writes nothing and takes no lock: while another process changes the data set, it differs.
     """
-    directory = directory_of(registry, name)
+    return verify_directory(directory_of(registry, name))
+
+
+def verify_directory(directory: Path) -> list[Difference]:
+    """As :func:`verify`, of a data set by its directory."""
     try:
         settings = read_settings(directory)
     except KilnError as error:
@@ -63,22 +68,41 @@ def verify(registry: Path, name: str) -> list[Difference]:
     ]
 
 
+def split_faults(split: SplitManifest) -> Iterator[str]:
+    """What of a split.json does not follow from its own rows and settings; nothing for a sound one."""
+    if fault := split.config.fault():
+        yield f"config: {fault}"
+        return
+    hashes = [text for row in split.rows for text in (row.content_sha256, row.normalized_sha256)]
+    if (odd := next((text for text in hashes if not is_hash(text)), None)) is not None:
+        yield f"{printable(odd)} is no hash"
+        return
+    keys = [row.keys() for row in split.rows]
+    expected = split_manifest(split.dataset_name, keys, partition(keys, split.config), split.config)
+    yield from _against(split, expected)
+
+
 def _of_split(directory: Path, expected: SplitManifest) -> Iterator[Difference]:
     try:
         found = read_split(directory / SPLIT)
     except KilnError as error:
         yield Difference(SPLIT, error.message)
         return
+    yield from (Difference(SPLIT, detail) for detail in _against(found, expected))
+
+
+def _against(found: SplitManifest, expected: SplitManifest) -> Iterator[str]:
+    """Field by field; of the rows the first few that differ."""
     left, right = ({**msgspec.to_builtins(each), "rows": len(each.rows)} for each in (found, expected))
-    yield from (Difference(SPLIT, detail) for detail in _fields(left, right))
+    yield from _fields(left, right)
     rows = [
-        Difference(SPLIT, f"row {number}: {detail}")
+        f"row {number}: {detail}"
         for number, (one, other) in enumerate(zip(found.rows, expected.rows, strict=False), start=1)
         for detail in _row(one, other)
     ]
     yield from rows[:SHOWN]
     if len(rows) > SHOWN:
-        yield Difference(SPLIT, f"and {len(rows) - SHOWN} more differences of rows")
+        yield f"and {len(rows) - SHOWN} more differences of rows"
 
 
 def _row(found: SplitRow, expected: SplitRow) -> Iterable[str]:

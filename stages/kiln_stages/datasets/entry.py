@@ -8,6 +8,7 @@ process leaves half done is seen as that.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
-from kiln_cli.files import NAME_PATTERN, hash_file, read_bounded, require_name
+from kiln_cli.files import NAME_PATTERN, hash_file, open_input, read_bounded, require_name
 from kiln_cli.identity import canonical_json, sha256_hex
 from kiln_cli.manifests import damaged, read_document
 from kiln_cli.text import printable
@@ -199,6 +200,31 @@ def read_settings(directory: Path) -> Settings:
 def read_identity(directory: Path) -> DatasetIdentity:
     """Raises KilnError KLN206 where there is none: it is written last, so the data set is half written."""
     return _read(directory / IDENTITY, DatasetIdentity, IDENTITY_SCHEMA)
+
+
+def is_dataset(directory: Path) -> bool:
+    """Whether a directory is one of a data set, by its settings."""
+    try:
+        read_document(directory / MANIFEST, Settings, MANIFEST_SCHEMA)
+    except KilnError:
+        return False
+    return True
+
+
+def is_split(path: Path) -> bool:
+    """Whether a file is a split.json, by its last key."""
+    mark = b'"schema":"' + SPLIT_SCHEMA.encode("ascii") + b'"}'
+    with open_input(path) as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(mark)))
+        return stream.read() == mark
+
+
+def split_rows(directory: Path) -> list[SplitRow]:
+    """The rows that a data set's split.json lists; none where it cannot be read."""
+    try:
+        return read_split(directory / SPLIT).rows
+    except KilnError:
+        return []
 
 
 def read_split(path: Path) -> SplitManifest:
