@@ -456,6 +456,83 @@ def test_a_step_on_an_adapter_that_lies_elsewhere(carried_out: Path, kiln: Kiln,
         assert f"ok    the base adapter is that of the training of {name}/train_receipt.json" in held
 
 
+# ---- rows of the registry
+
+
+def registered(kiln: Kiln, project: Path) -> None:
+    """A data set ``greetings`` and two corrections in ``.kiln``, and a recipe of a step for each."""
+    rows = project / "greetings.jsonl"
+    rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(30, 40)))
+    options = ["--registry", project / ".kiln"]
+    assert kiln("dataset", "add", "greetings", rows, *options).code == 0
+    for number in (1, 2):
+        fields = ["--request-id", f"r{number}", "--user", f"Is it {number}?", "--ideal", f"city {number}"]
+        assert kiln("corrections", "add", *fields, *options).code == 0
+    head = RECIPE.partition("[[steps]]")[0].replace("epochs = 2", "epochs = 1")
+    steps = (("named", "greetings"), ("corrected", "corrections:active"))
+    (project / "recipe.toml").write_text(
+        head
+        + "".join(
+            f'[[steps]]\nkind = "sft"\nname = "{name}"\nexamples_from = {{ dataset = "{dataset}" }}\n'
+            for name, dataset in steps
+        )
+    )
+
+
+def active(kiln: Kiln, project: Path) -> int:
+    listed = kiln("corrections", "list", "--registry", project / ".kiln", "--json")
+    return int(json.loads(listed.out)["counts"]["active"])
+
+
+def test_rows_of_the_registry(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+    """A named data set, then the active corrections: they are marked by the step that trained on them."""
+    project = mine(fresh)
+    registered(kiln, project)
+    assert active(kiln, project) == 2
+    done = run(kiln, project)
+    assert done.code == 0, done.err
+    assert "corrections: 2 marked as trained into corrected" in done.err
+    assert active(kiln, project) == 0
+    named, corrected = (
+        json.loads((project / OUT / name / "train_receipt.json").read_bytes())["data"]["sft_ingestion"]
+        for name in ("named", "corrected")
+    )
+    assert (named["source"], corrected["source"]) == ("named_dataset", "corrections")
+    assert corrected["rows_kept"] == 2
+    before = looks(project / OUT)
+    done = run(kiln, project)
+    assert done.code == 0, done.err
+    assert looks(project / OUT) == before, "corrections that ended change nothing of a step that is done"
+
+
+def test_a_data_set_that_grew_is_named(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+    project = mine(fresh)
+    registered(kiln, project)
+    assert run(kiln, project).code == 0
+    more = project / "more.jsonl"
+    more.write_text("".join(json.dumps(row(number)) + "\n" for number in range(50, 60)))
+    assert kiln("dataset", "add", "greetings", more, "--append", "--registry", project / ".kiln").code == 0
+    done = run(kiln, project)
+    assert done.code == 2
+    assert "KLN208: step 'named' (1 of 2) was begun with something else:\n  rows: [" in done.err
+    done = run(kiln, project, "--fresh")
+    assert done.code == 0, done.err
+    corrected = read_receipt(project / OUT / "corrected" / "train_receipt.json")
+    assert corrected.data.sft_ingestion.rows_kept == 2, "the corrections are those that it was admitted with"
+
+
+def test_a_data_set_that_is_not_there_is_an_error_of_its_step(
+    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+) -> None:
+    project = mine(fresh)
+    registered(kiln, project)
+    edit(project, '"greetings"', '"greeting"')
+    done = run(kiln, project)
+    assert done.code == 2
+    assert "KLN212: step 'named' (1 of 2): " in done.err
+    assert not (project / OUT / "corrected" / "train").exists()
+
+
 # ---- Make
 
 

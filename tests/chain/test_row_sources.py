@@ -13,6 +13,7 @@ from tiny_model import Kiln
 
 from kiln_cli.config import load_config
 from kiln_cli.plugins import Plugins
+from kiln_cli.receipts import INGESTION_SOURCES
 
 TEXTS = [("What is the weather? ", "city 17"), ("And in Café ☃?", "\tcity 18\n")]
 ROWS = [
@@ -71,6 +72,14 @@ class Sources:
         done = self.kiln("corrections", "admit", *registry, *made)
         assert done.code == 0, done.err
 
+    def recipe(self) -> None:
+        """Trained, too: a recipe has no command that admits alone."""
+        path = self.root / "recipe.json"
+        step = {"kind": "sft", "name": "recipe", "examples_from": {"examples": ROWS}, "config": {"epochs": 1}}
+        path.write_text(json.dumps({"name": "one", "model": {"path": str(self.model)}, "steps": [step]}))
+        done = self.kiln("recipe", "run", path, "--out", self.root)
+        assert done.code == 0, done.err
+
 
 @pytest.fixture(scope="module")
 def admitted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, kiln: Kiln, plugins: Plugins) -> Path:
@@ -86,6 +95,13 @@ NAMES = [name for name in vars(Sources) if not name.startswith("_") and name != 
 def receipt(run: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((run / "admit" / "sft_ingestion.json").read_bytes())
     return value
+
+
+def test_these_are_all_sources_that_admit_writes(admitted: Path) -> None:
+    """The public server writes ``rust_api`` where it is called directly; a call from Python is ``inline`` here."""
+    found = {name: receipt(admitted / name)["source"] for name in NAMES}
+    assert {*found.values(), "rust_api"} == set(INGESTION_SOURCES)
+    assert found["python"] == found["request"] == "inline"
 
 
 @pytest.mark.parametrize("name", NAMES)

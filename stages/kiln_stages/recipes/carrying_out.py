@@ -82,7 +82,8 @@ class _CarryingOut:
         self.found: dict[str, Standing] = {}
 
     def run(self) -> RecipeEnd:
-        self.found = self.standings.all(self.placed)
+        for number, placed in enumerate(self.placed, start=1):
+            self._look_at(number, placed)
         for number, placed in enumerate(self.placed, start=1):
             self._require_same(number, placed)
         unchanged = all(standing.state == "done" for standing in self.found.values())
@@ -91,7 +92,8 @@ class _CarryingOut:
             self._admit_all()
         ends = []
         for number, placed in enumerate(self.placed, start=1):
-            self._look_again(number, placed)
+            self._look_at(number, placed)  # again: the steps before it may have changed what it begins with
+            self._require_same(number, placed)
             with self._step(number, placed):
                 ends.append(self._carry_out(number, placed))
             self.options.report(ends[-1])
@@ -129,11 +131,9 @@ class _CarryingOut:
         if state in ("to do", "changed") or (state == "admitted" and training.keeps_its_rows):
             admit.run(training.config, training.run, self.plugins, rows=training.rows(), progress=self.progress)
 
-    def _look_again(self, number: int, placed: Placed) -> None:
-        """The steps before it may have changed what it begins with."""
+    def _look_at(self, number: int, placed: Placed) -> None:
         with self._step(number, placed):
             self.found[placed.step.name] = self.standings.of(placed, self.found)
-        self._require_same(number, placed)
 
     def _carry_out(self, number: int, placed: Placed) -> StepEnd:
         name = placed.step.name

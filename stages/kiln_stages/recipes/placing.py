@@ -10,10 +10,10 @@ import msgspec
 
 from kiln_cli.config import LoadedConfig
 from kiln_stages.admitting.given import Given, given_values, named_rows
+from kiln_stages.correcting.admitted import ACTIVE
 from kiln_stages.recipes.recipe_file import Merge, Recipe, Sft
 
 ADAPTER = Path("train") / "adapter"
-CORRECTIONS = "corrections:"  # data sets of this name change with each training, by their nature
 
 
 class Training(NamedTuple):
@@ -37,7 +37,7 @@ class Training(NamedTuple):
     @property
     def keeps_its_rows(self) -> bool:
         """Whether what was admitted stays what it was though its source changes: corrections end when trained into."""
-        return (self.config.run.admit.dataset or "").startswith(CORRECTIONS)
+        return self.config.run.admit.dataset == ACTIVE
 
     def rows_text(self) -> str:
         admit = self.config.run.admit

@@ -6,7 +6,6 @@ recipe made. Torch is not needed to tell.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,6 +14,7 @@ import msgspec
 
 from kiln_cli.config import ADMIT_SECTIONS, TRAIN_SECTIONS, LoadedConfig
 from kiln_cli.files import hash_file
+from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_manifest, read_receipt
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import FileRef, StageManifest, TrainReceipt
@@ -162,11 +162,11 @@ def _differing(*compared: tuple[str, object, object]) -> list[Changed]:
 def _rows_sha256(training: Training) -> str:
     """SHA-256 (hex) of the rows as admission would name them: of the copy in the run, or of the file as given."""
     given = training.rows()
+    if given is not None and given.file is not None:
+        return hash_file(given.file.path)[0]
     if given is not None:
-        digest = hashlib.sha256()
-        for text in given.texts or ():
-            digest.update(text + b"\n")
-        return digest.hexdigest()
+        assert given.texts is not None, "rows of a recipe come from no stream"
+        return sha256_hex(b"".join(text + b"\n" for text in given.texts))
     path = training.config.resolve(str(training.config.run.admit.file))
     if not path.is_dir():
         return hash_file(path)[0]
