@@ -36,6 +36,7 @@ COMMANDS = {
     "generate": "kiln_stages.generate",
     "report": "kiln_stages.report",
     "diff": "kiln_stages.diff",
+    "leak": "kiln_stages.leak",
     "inspect": "kiln_stages.inspect",
     "why": "kiln_stages.why",
     "export": "kiln_stages.export",
@@ -59,6 +60,7 @@ SUMMARIES = {
     "generate": "Write an answer with the base model and with the adapter, one below the other.",
     "report": "Show a finished run: rows, tokens, held-out loss, speed, verdict, and how to load the adapter.",
     "diff": "Compare two runs: rows, labels, settings, versions, and whether resume is legal.",
+    "leak": "Tell which rows, groups or near duplicates stand in two sets that must be apart.",
     "inspect": "Show a row as it is trained on: its text, which of it is trained, and its token ids.",
     "why": "Tell where a row went and why, from the raw file through every stage.",
     "export": "Write the admitted rows as a data set, or the trained model, with a card made of the receipts.",
@@ -68,7 +70,7 @@ SUMMARIES = {
 }
 # Commands that the design names and this version does not have.
 NOT_BUILT = (
-    "leak", "init", "schema", "evaluate",
+    "init", "schema", "evaluate",
 )  # fmt: skip
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

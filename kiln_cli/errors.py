@@ -92,6 +92,13 @@ CATALOGUE: dict[str, Entry] = {
         "No row of the data set is in the split that was asked for. No other split is taken in its place.",
         "Name another split with `--split`, add rows, or split by other percentages with `kiln dataset split`.",
     ),
+    "KLN111": Entry(
+        Exit.FAULTS_FOUND,
+        "a leak",
+        "`kiln leak` found rows, groups or near duplicates that stand in two sets of rows which must be apart.",
+        "The table counts them by rule, and the lines below it name both rows. Take them out of one of the two, or "
+        "keep them out of a training with `kiln admit --held-out`.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",

@@ -76,7 +76,7 @@ class NearTexts:
         return place
 
 
-@functools.lru_cache(maxsize=50_000)
+@functools.lru_cache(maxsize=8192)  # of long texts a few kilobytes each
 def shingles(text: str) -> frozenset[str]:
     """Every three words in a row of a normalised text, or the whole of a shorter one."""
     words = text.split(" ")

@@ -173,7 +173,7 @@ class Admission:
 
 def _apart(incoming: IncomingRow, held_out: Index) -> RowFault | None:
     """None for a row that meets no held-out one; else the fault. Its detail begins with the rule and names the row."""
-    match = held_out.match(row_keys(incoming, near=held_out.near))
+    match = held_out.first(row_keys(incoming, near=held_out.near))
     if match is None:
         return None
     what = f"{match.what}: " if match.what else ""

@@ -60,15 +60,19 @@ class HeldOut:
 def open_held_out(config: LoadedConfig, scratch: Path, plugins: Plugins) -> HeldOut | None:
     """None where the config holds no rows out.
 
-    Raises KilnError KLN206 for a held-out row that is no conversation: nothing could be said of it. Else as
-    :func:`open_reference` does, and KLN301 where near duplicates are asked for and rensa is not installed.
+    Raises KilnError KLN206 for a held-out row that is no conversation: nothing could be said of it, and KLN107 for a
+    set without rows. Else as :func:`open_reference` does, and KLN301 where near duplicates are asked for and rensa is
+    not installed.
     """
     settings = config.run.admit
     if not settings.held_out:
         return None
-    reader = Reader(plugins, config.base_dir, scratch, near=settings.near_threshold is not None, settings=settings)
+    registry, near = config.resolve(settings.registry), settings.near_threshold is not None
+    reader = Reader(plugins, config.base_dir, scratch, registry, near=near, settings=settings)
     references = [open_reference(given, reader) for given in settings.held_out]
     for rows in (rows for reference in references for rows in reference.sets):
+        if not rows.keys:
+            raise KilnError("KLN107", f"{rows.name} holds no rows, so that nothing is held out", hint="name other rows")
         if rows.misfits:
             first = rows.misfits[0]
             raise KilnError(

@@ -52,8 +52,12 @@ class Index:
         """Whether near duplicates are asked for."""
         return self._near is not None
 
+    def first(self, keys: RowKeys) -> Match | None:
+        """The row that the row of these keys meets by the first rule that finds one, near duplicates last."""
+        return self.match(keys) or self.near_match(keys)
+
     def match(self, keys: RowKeys) -> Match | None:
-        """The first row that the row of these keys must not meet, by the first rule that finds one."""
+        """The first row that the row of these keys meets, by the first rule that finds one; near duplicates aside."""
         for name, rule in RULES.items():
             for mine, theirs in rule.pairs:
                 key = getattr(keys, mine)
@@ -61,6 +65,10 @@ class Index:
                     field, attribute = _SHOWN.get(name, ("", ""))
                     what = f"{field} {printable(repr(getattr(keys, attribute)))}" if field else ""
                     return self._match(name, found, what)
+        return None
+
+    def near_match(self, keys: RowKeys) -> Match | None:
+        """The first near duplicate, where they are asked for."""
         if self._near is None or keys.text is None:
             return None
         near = self._near.first_near(self._near.sketch(keys.text))

@@ -153,19 +153,19 @@ def _arguments(value: Any) -> Any:
 
 def _text(messages: list[dict[str, Any]]) -> str | None:
     """All that is said in these messages, roles left out; None where nothing is."""
-    words = " ".join(word for message in messages for word in _words({**message, "role": None}))
-    return words or None
+    return " ".join(text for message in messages for text in _said({**message, "role": None})) or None
 
 
-def _words(value: Any) -> Iterator[str]:
+def _said(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield from value.split(" ") if value else ()
+        if value:
+            yield value
     elif isinstance(value, list):
         for item in value:
-            yield from _words(item)
+            yield from _said(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _words(item)
+            yield from _said(item)
     elif value is not None:
         yield canonical_json(value).decode("utf-8")
 

@@ -8,26 +8,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kiln_cli import strict_json
-from kiln_cli.errors import KilnError, not_built
+from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, open_input, read_bounded
 from kiln_cli.manifests import DOCUMENT_LIMIT, MANIFEST_NAMES, read_ingestion, read_receipt
 from kiln_cli.receipts import INGESTION_SCHEMA, MANIFEST_SCHEMA, RECEIPT_TYPE
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
+from kiln_stages.contamination.named_sets import dataset_sets
 from kiln_stages.contamination.reader import Reader
 from kiln_stages.contamination.row_sets import KeyedFile, RowSet, read_set
 from kiln_stages.contamination.runs import RUN_SPLITS, receipt_set, run_exists, run_sets
+from kiln_stages.datasets.entry import names
+from kiln_stages.datasets.partition import SPLITS
 from kiln_stages.reading.mapping import mapped_source
 from kiln_stages.reading.sources import Choice, open_rows
 from kiln_stages.reading.transports import Plain
 
-DATASET_SPLITS = ("train", "validation", "holdout")
-FORMS = "name a file of rows, a receipt, a RUN or RUN:train, RUN:validation, RUN:test, or a named data set's NAME:SPLIT"
+FORMS = "name a file of rows, a receipt, a RUN or RUN:train, RUN:validation, RUN:test, or a named data set's NAME:train"
 _DOCUMENT_BEGINS = b'{\n  "'  # as all evidence is written
 
 
 class Reference(NamedTuple):
-    """What a text named. ``kind``: file, ingestion receipt, train receipt or run."""
+    """What a text named. ``kind``: file, ingestion receipt, train receipt, run or data set."""
 
     given: str
     kind: str
@@ -35,15 +37,15 @@ class Reference(NamedTuple):
 
 
 def open_reference(given: str, reader: Reader) -> Reference:
-    """The sets of rows that a text names.
+    """The sets of rows that a text names: what lies at that path, else a named data set.
 
     Raises KilnError: KLN204 where it names nothing, KLN206/207 where a file is damaged or not what its manifest says,
-    KLN212 for rows that no source fits.
+    KLN212 for rows that no source fits and for a data set that the registry has not.
     """
     name = printable(given)
     path, split = _path_and_split(given, reader.base_dir)
     if path is None:
-        raise _nothing(given)
+        return _dataset(given, reader)
     if path.is_dir() and run_exists(path):
         run = printable(given if split is None else given.removesuffix(f":{split}"))
         return Reference(given, "run", list(run_sets(run, path, split, reader)))
@@ -67,11 +69,11 @@ def _path_and_split(given: str, base_dir: Path) -> tuple[Path | None, str | None
     return None, None
 
 
-def _nothing(given: str) -> KilnError:
-    name, _, split = given.partition(":")
-    if NAME_PATTERN.match(name) and split in DATASET_SPLITS:
-        return not_built(f"{printable(given)!r} as a split of a named data set", FORMS)
-    return KilnError("KLN204", f"{printable(given)!r} names nothing that is there", hint=FORMS)
+def _dataset(given: str, reader: Reader) -> Reference:
+    name, colon, split = given.partition(":")
+    if NAME_PATTERN.match(name) and (split in SPLITS if colon else name in names(reader.registry)):
+        return Reference(given, "data set", list(dataset_sets(name, split or None, reader)))
+    raise KilnError("KLN204", f"{printable(given)!r} names nothing that is there", hint=FORMS)
 
 
 def _document(path: Path) -> tuple[str, Any]:

@@ -68,7 +68,7 @@ def run_sets(name: str, run: Path, wanted: str | None, reader: Reader) -> Iterat
                 found = _admitted_set(f"{name}:{split}", run, admit, admitted, receipt, reader)
             else:
                 found = _prepared_set(f"{name}:{split}", run, prepare, admit, f"data/{split}.jsonl", reader)
-            yield msgspec.structs.replace(found, owner=str(run), role=role)
+            yield msgspec.structs.replace(found, owner=str(run.resolve()), role=role)
 
 
 def receipt_set(name: str, path: Path, document: IngestionReceipt | TrainReceipt, reader: Reader) -> RowSet:
