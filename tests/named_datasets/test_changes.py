@@ -436,3 +436,15 @@ def test_moves_are_not_told_where_nobody_knows(add: Callable[..., changes.Change
     (tmp_path / ".kiln" / "datasets" / "d" / name).write_bytes(b"{}")
     assert changes.split(tmp_path / ".kiln", "d").moves is None
     assert changes.split(tmp_path / ".kiln", "d").moves == []
+
+
+def test_a_reader_beside_a_change_is_told_to_wait(add: Callable[..., changes.Change], tmp_path: Path) -> None:
+    add([A, B])
+    (tmp_path / ".kiln" / "datasets" / "d" / "train.jsonl").write_bytes(b"half")
+    with run_lock(tmp_path / ".kiln" / "datasets", "kiln dataset add"):
+        with pytest.raises(KilnError, match="is being changed by `kiln dataset add`") as refused:
+            read_entry(tmp_path / ".kiln", "d")
+        assert refused.value.code == "KLN401"
+    with pytest.raises(KilnError) as refused:
+        read_entry(tmp_path / ".kiln", "d")
+    assert refused.value.code == "KLN207"

@@ -11,6 +11,7 @@ from dataset_rows import A, B, C, chat, kiln, write_rows
 from kiln_stages.datasets.checking import verify
 from kiln_stages.datasets.entry import VOUCHED, Entry, read_entry
 
+from kiln_cli.errors import KilnError
 from kiln_cli.identity import canonical_json, sha256_hex
 from kiln_cli.manifests import document
 
@@ -93,6 +94,7 @@ def test_a_forgery_that_agrees_with_itself_differs_from_the_rows(entry: Entry, t
         row["split"] = "holdout"
     rewrite(entry, "split.json", rows=rows, counts=entry.split.counts | {"holdout": 13, "train": 0, "validation": 0})
     vouch_again(entry)
+    rewrite(entry, "identity.json", split_rows={"holdout": 13, "train": 0, "validation": 0})
     read_entry(tmp_path / ".kiln", "d")  # every digest fits
     details = [detail for file, detail in found(entry) if file == "split.json"]
     assert any(detail.startswith("counts is ") for detail in details)
@@ -112,3 +114,13 @@ def test_verify_as_json(entry: Entry, tmp_path: Path) -> None:
     done = kiln("dataset", "verify", "d", "--registry", tmp_path / ".kiln", "--json")
     assert done.code == 1
     assert {each["file"] for each in json.loads(done.out)["differences"]} == {"train.jsonl", "identity.json"}
+
+
+def test_an_identity_that_does_not_fit_is_refused_by_readers(entry: Entry) -> None:
+    for name, value in (("rows", 12), ("split_rows", {}), ("corpus_sha256", "sha256:" + "0" * 64)):
+        rewrite(entry, "identity.json", **{name: value})
+        with pytest.raises(KilnError, match=f"{name} is ") as refused:
+            read_entry(entry.directory.parent.parent, "d")
+        assert (refused.value.code, "kiln dataset split d" in refused.value.hint) == ("KLN206", True)
+        rewrite(entry, "identity.json", **{name: getattr(entry.identity, name)})
+    read_entry(entry.directory.parent.parent, "d")

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from kiln_cli.errors import KilnError
 from kiln_cli.files import AtomicFile, hash_file, open_input, write_file
-from kiln_cli.identity import Domain, canonical_json, corpus_sha256
+from kiln_cli.identity import Domain, corpus_sha256
 from kiln_cli.lines import BOM, TRIMMED
 from kiln_cli.manifests import document
 from kiln_cli.text import printable
@@ -97,7 +97,7 @@ def rebuild(directory: Path, settings: Settings) -> tuple[Built, DatasetIdentity
             with AtomicFile(directory / name) as out:
                 for block in built.lines(data, split):
                     out.write(block)
-    write_file(directory / SPLIT, canonical_json(built.manifest))
+    write_file(directory / SPLIT, built.manifest.canonical())
     identity = identity_of(settings, built, {name: file_identity(directory / name) for name in VOUCHED})
     write_file(directory / IDENTITY, document(identity))
     return built, identity

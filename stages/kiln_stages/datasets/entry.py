@@ -15,11 +15,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
-from kiln_cli.files import NAME_PATTERN, hash_file, open_input, read_bounded, require_name
-from kiln_cli.identity import canonical_json, sha256_hex
-from kiln_cli.manifests import damaged, read_document
+from kiln_cli.files import NAME_PATTERN, hash_file, lock_holder, open_input, read_bounded, require_name
+from kiln_cli.identity import canonical_parsed, sha256_hex
+from kiln_cli.manifests import read_document
 from kiln_cli.text import printable
 from kiln_stages.datasets.partition import SPLITS, RowKeys, Split, SplitConfig
 
@@ -104,8 +103,11 @@ class SplitManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     counts: dict[str, int]
     rows: list[SplitRow]
 
+    def canonical(self) -> bytes:
+        return canonical_parsed(self)  # texts and whole numbers alone
+
     def sha256(self) -> str:
-        return "sha256:" + sha256_hex(canonical_json(self))
+        return "sha256:" + sha256_hex(self.canonical())
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,18 +151,40 @@ def read_entry(registry: Path, name: str) -> Entry:
     """A data set, checked against its identity to the byte.
 
     Raises KilnError as :func:`directory_of` does, KLN206 where it is half written or damaged, KLN207 where a file
-    changed after the last split.
+    changed after the last split, KLN401 where that may be because another process is changing it.
     """
     directory = directory_of(registry, name)
+    try:
+        return _read_entry(directory)
+    except KilnError as error:
+        if (holder := lock_holder(folder(registry))) is None:
+            raise
+        raise KilnError(
+            "KLN401",
+            f"data set {printable(name)!r}, or one beside it, is being changed by `{printable(holder.command)}` "
+            f"(pid {holder.pid}, since {printable(holder.since)}): {error.message}",
+            hint="wait for it to end",
+        ) from None
+
+
+def _read_entry(directory: Path) -> Entry:
     identity = read_identity(directory)
     require_vouched(directory, identity)
-    split = read_split(directory / SPLIT)
-    settings = read_settings(directory)
-    if identity.split_manifest_sha256 != split.sha256():
-        raise damaged(
-            directory / IDENTITY,
-            f"split_manifest_sha256 is {identity.split_manifest_sha256}, split.json gives {split.sha256()}",
-        )
+    split, settings = read_split(directory / SPLIT), read_settings(directory)
+    facts = {
+        "dataset_name": (identity.dataset_name, settings.dataset_name),
+        "split_manifest_sha256": (identity.split_manifest_sha256, split.sha256()),
+        "corpus_sha256": (identity.corpus_sha256, split.corpus_sha256),
+        "normalized_corpus_sha256": (identity.normalized_corpus_sha256, split.normalized_corpus_sha256),
+        "rows": (identity.rows, len(split.rows)),
+        "split_rows": (identity.split_rows, {each: split.counts.get(each) for each in SPLITS}),
+    }
+    for name, (found, expected) in facts.items():
+        if found != expected:
+            raise damaged(
+                directory / IDENTITY,
+                f"{name} is {printable(found)}, the other files have {printable(expected)}",
+            )
     return Entry(directory=directory, settings=settings, identity=identity, split=split)
 
 
@@ -231,13 +255,12 @@ def read_split(path: Path) -> SplitManifest:
     """A split.json. Raises KilnError KLN204 or KLN206 for one that is missing, damaged or not in canonical form."""
     data = read_bounded(path, SPLIT_LIMIT)
     try:
-        value = strict_json.parse_object(data)
-        split = msgspec.convert(value, SplitManifest)
-    except (strict_json.JsonFault, msgspec.ValidationError) as error:
+        split = msgspec.json.decode(data, type=SplitManifest)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise damaged(path, str(error)) from None
     if split.schema != SPLIT_SCHEMA:
         raise damaged(path, f"schema is {split.schema!r}, expected {SPLIT_SCHEMA!r}")
-    if not canonical_json(value) == data == canonical_json(split):
+    if split.canonical() != data:  # so no key stands twice, and none was left out
         raise damaged(path, "its bytes are not in canonical form")
     return split
 
@@ -266,6 +289,15 @@ def half_written(directory: Path, detail: str) -> KilnError:
     elif not (directory / MANIFEST).exists():
         hint = f"restore {MANIFEST}, or `kiln dataset remove` it"
     return KilnError("KLN206", f"data set {printable(directory)} is half written: {detail}", hint=hint)
+
+
+def damaged(path: Path, detail: str) -> KilnError:
+    """The error of a file of a data set that is not in the form in which it was written."""
+    return KilnError(
+        "KLN206",
+        f"{printable(path)}: {printable(detail)}",
+        hint=f"`{remedy(path.parent)}` makes it anew of {DATA}",
+    )
 
 
 def remedy(directory: Path) -> str:

@@ -10,13 +10,14 @@ import msgspec
 from kiln_cli import strict_json
 from kiln_cli.chat import raw_row_sha256
 from kiln_cli.errors import KilnError
+from kiln_cli.identity import canonical_parsed, sha256_hex
 from kiln_cli.lines import BOM, LINE_CAP, LineReader
 from kiln_cli.records import Record
 from kiln_cli.text import printable
 from kiln_stages.datasets.partition import RowKeys
 from kiln_stages.reading.pointers import at_pointer
 from kiln_stages.reading.sources import json_lines
-from kiln_stages.row_identities import content_sha256, group_id, normalized_sha256, session_id
+from kiln_stages.row_identities import group_id, normal_values, session_id
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -56,8 +57,8 @@ def row_keys(text: bytes, group_by: str | None) -> tuple[RowKeys, bool]:
         raw = raw_row_sha256(text)
         return RowKeys(content_sha256=raw, normalized_sha256=raw), True
     keys = RowKeys(
-        content_sha256=content_sha256(value),
-        normalized_sha256=normalized_sha256(value),
+        content_sha256=_sha256(value),
+        normalized_sha256=_sha256(normal_values(value)),
         group_id=group_id(value),
         session_id=session_id(value),
         group_by_sha256=None if group_by is None else _value_at(value, group_by),
@@ -78,4 +79,9 @@ def _value_at(value: object, pointer: str) -> str | None:
     found = at_pointer(value, pointer)
     if found is msgspec.UNSET or found is None or (isinstance(found, str) and not found.strip()):
         return None
-    return content_sha256(found)
+    return _sha256(found)
+
+
+def _sha256(value: object) -> str:
+    """As ``row_identities.content_sha256``, of a value that the strict parser made."""
+    return "sha256:" + sha256_hex(canonical_parsed(value))
