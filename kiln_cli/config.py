@@ -191,6 +191,7 @@ class AdmitConfig(Section, frozen=True, kw_only=True):
             ("strict", False),
             ("compat", None),
             ("invalid_row_policy", "fail"),
+            ("held_out", []),
         ):
             if (found := getattr(self, name)) != only:
                 yield CrossFault((name, "kind"), f"{name} = {found!r} is not for kind = 'opd': {SCORED_WHOLE}")

@@ -99,6 +99,14 @@ CATALOGUE: dict[str, Entry] = {
         "The table counts them by rule, and the lines below it name both rows. Take them out of one of the two, or "
         "keep them out of a training with `kiln admit --held-out`.",
     ),
+    "KLN112": Entry(
+        Exit.FAULTS_FOUND,
+        "a scored corpus is refused",
+        "A corpus that a teacher scored breaks a rule: its manifest line, the teacher's identity, the tokenizer, the "
+        "number or ids of its tokens, or a score. There is no skipping of rows: shifted scores would train in silence.",
+        "The message names line, position and both values; `kiln admit --report` lists every fault. Mend the corpus, "
+        "or score it again with `kiln teacher score`.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",

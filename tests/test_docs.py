@@ -352,6 +352,7 @@ def test_every_domain_is_listed(domain: Domain) -> None:
 def test_every_field_of_evidence_is_listed() -> None:
     from kiln_stages.admitting.admission import RejectedDetail
     from kiln_stages.admitting.corpus import COLUMNS
+    from kiln_stages.distilling.ingestion import ScoredIngestion
     from kiln_stages.distilling.rows import COLUMNS as SCORED_COLUMNS
 
     from kiln_cli import receipts
@@ -364,6 +365,7 @@ def test_every_field_of_evidence_is_listed() -> None:
         receipts.StageManifest,
         receipts.IngestionReceipt,
         receipts.RejectedRow,
+        ScoredIngestion,
         receipts.DropSummary,
         receipts.LanguageDrops,
         receipts.KilnDrops,

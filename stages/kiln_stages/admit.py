@@ -2,6 +2,7 @@
 
 The rows are the prepared examples of a run (``kiln admit CONFIG --out RUN``), a file in a chat shape (``--file``), or
 rows that are handed over (``--row``, standard input, ``run(rows=...)``). All meet one contract, in ``admission.py``.
+A corpus that a teacher scored (``--kind opd``) has a contract of its own, in ``distilling``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, load_config
-from kiln_cli.errors import KilnError, not_built
+from kiln_cli.errors import KilnError
 from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.identity import canonical_json
 from kiln_cli.manifests import document, manifest_reference, nonzero, reference, write_manifest
@@ -36,6 +37,9 @@ from kiln_stages.admitting.special_tokens import require_markers
 from kiln_stages.admitting.tally import RECEIPTS, Tally
 from kiln_stages.contamination.held_out import open_held_out
 from kiln_stages.correcting.admitted import ADMITTED, admitted_corrections
+from kiln_stages.distilling import admission as scored
+from kiln_stages.distilling.admitted import scored_corpus
+from kiln_stages.distilling.corpus import CorpusFault
 from kiln_stages.reading.mapping import parse_map
 from kiln_stages.reading.ranges import copy_stream
 from kiln_stages.reading.sources import STDIN
@@ -60,11 +64,19 @@ def command(
     file: Annotated[Path | None, typer.Option("--file", help="A file of chat rows instead; - is stdin.")] = None,
     dataset: Annotated[str | None, typer.Option("--dataset", help="A named data set instead.")] = None,
     split: Annotated[str | None, typer.Option("--split", help="Its train, validation or holdout rows.")] = None,
-    registry: Annotated[Path | None, typer.Option("--registry", help="Where it is kept; .kiln if left out.")] = None,
+    registry: Annotated[
+        Path | None, typer.Option("--registry", help="Data sets and teachers; .kiln if left out.")
+    ] = None,
     row: Annotated[list[str] | None, typer.Option("--row", help="One row as JSON, instead of a file.")] = None,
     model: Annotated[Path | None, typer.Option("--model", help="The model directory.")] = None,
     source: Annotated[str | None, typer.Option("--source", help="The rows' shape; auto if left out.")] = None,
     mapping: Annotated[list[str] | None, typer.Option("--map", help="field=path, for rows of another shape.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="sft, or opd: scored rows; auto if left out.")] = None,
+    teacher: Annotated[str | None, typer.Option("--teacher", help="Alias of who scored the rows (opd).")] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--require-token-ids", help="Every scored token must name its id (opd).")
+    ] = False,
+    report: Annotated[bool, typer.Option("--report", help="List every fault, not the first alone (opd).")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse fields that change nothing.")] = False,
     compat: Annotated[str | None, typer.Option("--compat", help="kiln: read rows as the public server does.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="A template by name, or a file.")] = None,
@@ -89,15 +101,46 @@ def command(
     options: dict[str, Any] = {"source": source, "template": template, "invalid_row_policy": policy}
     options |= {"map": parse_map(mapping) if mapping else None, "compat": compat}
     options |= {"held_out": held_out or None, "near_threshold": near, "drop_contaminated": drop or None}
-    options |= {"dataset": dataset, "dataset_split": split, "registry": registry}
+    options |= {"dataset": dataset, "dataset_split": split, "registry": registry, "kind": kind}
     options |= {"file": None if piped else file, "strict": strict or None}
-    as_written = config is not None and not (assignments or model or any(options.values()))
-    loaded = config_of_options(config, model, options, assignments or [], handed_over=bool(row or dataset) or piped)
+    distill = {"teacher": teacher, "require_token_ids": token_ids or None}
+    as_written = config is not None and not (assignments or model or any((*options.values(), *distill.values())))
+    handed_over = bool(row or dataset) or piped
+    loaded = config_of_options(config, model, options, assignments or [], handed_over=handed_over, distill=distill)
     given = given_texts(row, loaded.run.admit) if row else Given(None) if piped else None
     plugins = load_plugins()
-    result = run(loaded, out, plugins, rows=given, workers=workers, progress=terminal)
+    found = _Report(report, json=json)
+    try:
+        result = run(loaded, out, plugins, rows=given, workers=workers, progress=terminal, on_fault=found.on_fault)
+    except KilnError as error:
+        raise found.completed(error) from None
     # What the command line changed stands in the run's own config alone, and train wants the settings of admission.
     tell(result, loaded, out, plugins, config if as_written else None, json=json)
+
+
+class _Report:
+    """``--report``: every fault of a scored corpus on stdout as it is found, or with ``--json`` in the one error."""
+
+    def __init__(self, wanted: bool, *, json: bool) -> None:
+        self._json = json
+        self._faults: list[CorpusFault] = []
+        self._count = 0
+        self.on_fault = self._take if wanted else None
+
+    def _take(self, path: str, fault: CorpusFault) -> None:
+        self._count += 1
+        if self._json:
+            self._faults.append(fault)
+        else:
+            terminal.data(fault.text(path))
+
+    def completed(self, error: KilnError) -> KilnError:
+        """The error with all faults that were found."""
+        if not self._count:
+            return error
+        message = f"{error.message}\n{self._count} faults in all"
+        details = scored.fault_details(self._faults) if self._json else None
+        return KilnError(error.code, message, hint="mend each; a scored corpus is refused whole", details=details)
 
 
 def tell(
@@ -121,19 +164,27 @@ def run(
     rows: Given | Iterable[Any] | None = None,
     workers: int | None = None,
     progress: Progress = SILENT,
+    on_fault: scored.OnFault | None = None,
 ) -> AdmitResult:
     """Writes ``admit/`` and ``admit_manifest.json``. ``rows``: rows to admit in place of the config's, as values.
+    ``on_fault``: is told of every fault of a scored corpus, with its path; for other rows KLN201.
 
     Raises KilnError: KLN101 for a rejected row under ``fail``, KLN102 where no row is kept, KLN107 where there is none,
     KLN109 for a row to train on that meets a held-out one, unless such rows are dropped, KLN206/207 where the
     prepared rows are missing or changed, KLN204/212 for rows that cannot be read, KLN302 for missing model files,
-    KLN213 for an unusable template.
+    KLN213 for an unusable template; for a scored corpus KLN112 and others of ``admit_scored``.
     """
     started = time.monotonic()
-    if config.run.admit.kind == "opd":
-        raise not_built("admission of a scored corpus (off-policy distillation)")
     rows = config.examples if rows is None else rows
     given = named_rows(config) if rows is None else rows if isinstance(rows, Given) else given_values(rows)
+    if scored.is_scored(config, handed_over=given is not None):
+        with run_lock(out, "kiln admit"):
+            manifest, unchanged = scored.admit_scored(
+                config, out, plugins, workers=workers, progress=progress, on_fault=on_fault
+            )
+        return AdmitResult(manifest, unchanged)
+    if on_fault is not None:
+        raise KilnError("KLN201", "--report is for scored corpora", hint="admit/rejected.jsonl lists other rows")
     terms = load_terms(config, plugins)
     with run_lock(out, "kiln admit"), ExitStack() as stack:
         known = None if given is not None else fingerprint.of_inputs(config, out, plugins, terms)
@@ -176,6 +227,8 @@ def run(
 def account(result: AdmitResult, out: Path) -> str:
     """What happened to the rows, for people."""
     details = result.manifest.details
+    if scored_corpus(result.manifest) is not None:
+        return scored.account(result.manifest, out, unchanged=result.unchanged)
     lines = [f"admit: template {details['template']['name']}, tools as {details['tools']['mode']}"]
     if details["rows"]["shape"] is not None:
         lines.append(f"rows: {_where(details['rows'])}, in the shape {details['rows']['shape']}")
@@ -224,10 +277,16 @@ def _lengths(lengths: list[int]) -> str:
 
 
 def config_of_options(
-    path: Path | None, model: Path | None, options: dict[str, Any], assignments: list[str], *, handed_over: bool
+    path: Path | None,
+    model: Path | None,
+    options: dict[str, Any],
+    assignments: list[str],
+    *,
+    handed_over: bool,
+    distill: dict[str, Any] | None = None,
 ) -> LoadedConfig:
-    """The config of the command line: a file's or an empty one, with the options laid over it. ``handed_over``: the
-    rows do not come from ``path`` or a file."""
+    """The config of the command line: a file's or an empty one, with the options laid over it: those of ``[admit]``,
+    and of ``[distill]``. ``handed_over``: the rows do not come from ``path`` or a file."""
     file, registry = options.pop("file", None), options.pop("registry", None)
     if path is None and file is None and not handed_over:
         raise KilnError(
@@ -235,14 +294,21 @@ def config_of_options(
             "give a CONFIG (for the prepared rows of RUN), or rows by --file, --dataset or --row",
             hint="kiln admit CONFIG --out RUN, or kiln admit --file ROWS --model DIR --out RUN",
         )
-    laid_over = {key: value for key, value in options.items() if value is not None}
+    laid_over = {
+        section: {key: value for key, value in settings.items() if value is not None}
+        for section, settings in (("admit", options), ("distill", distill or {}))
+    }
     if options["dataset"] is not None:  # in place of the config's file
-        laid_over["file"] = None
-    loaded = load_config(path, assignments, {"admit": laid_over})
+        laid_over["admit"]["file"] = None
+    loaded = load_config(path, assignments, laid_over)
     if file is not None and loaded.examples is not None:
         raise KilnError("KLN201", f"{printable(path)} brings rows of its own (examples)", hint="leave out --file")
-    if loaded.run.admit.dataset is None and (options["dataset_split"] or registry):
-        raise KilnError("KLN201", "--split and --registry are for a named data set", hint="name it with --dataset")
+    if loaded.run.admit.dataset is None and options["dataset_split"]:
+        raise KilnError("KLN201", "--split is for a named data set", hint="name it with --dataset")
+    if registry and loaded.run.admit.dataset is None and loaded.run.distill.teacher is None:
+        raise KilnError(
+            "KLN201", "--registry is for a named data set or a teacher", hint="name it with --dataset or --teacher"
+        )
     if path is None and model is None and loaded.run.model.path is None:
         raise KilnError("KLN201", "--model is missing", hint="name a Hugging Face model directory")
     if file is not None:

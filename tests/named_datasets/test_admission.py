@@ -179,7 +179,7 @@ def test_options_that_exclude_each_other(
 def test_a_split_without_a_data_set_is_no_option(tiny_model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
     done = kiln("admit", "--file", rows, "--split", "train", "--model", tiny_model, "--out", tmp_path / "run")
-    assert (done.code, "--split and --registry are for a named data set" in done.err) == (2, True)
+    assert (done.code, "--split is for a named data set" in done.err) == (2, True)
 
 
 # --- forms

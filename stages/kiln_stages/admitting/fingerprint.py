@@ -44,8 +44,17 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     outputs: str
 
 
-def of_inputs(config: LoadedConfig, out: Path, plugins: Plugins, terms: Terms) -> str | None:
-    """None where the rows are no files that can be looked at quickly (a saved data set, say), or some are held out."""
+def of_inputs(
+    config: LoadedConfig,
+    out: Path,
+    plugins: Plugins,
+    terms: Terms,
+    sections: tuple[str, ...] = ADMIT_SECTIONS,
+    teacher: str | None = None,
+) -> str | None:
+    """``sections``: the tables of the config that are read; ``teacher``: the revision of the one who scored the rows.
+
+    None where the rows are no files that can be looked at quickly (a saved data set, say), or some are held out."""
     if config.run.admit.held_out:
         return None
     model = terms.files.directory
@@ -56,7 +65,8 @@ def of_inputs(config: LoadedConfig, out: Path, plugins: Plugins, terms: Terms) -
         return None
     settings = {
         "previous": read_manifest(out, "prepare").content_sha256 if file is None else None,
-        "config": config.sha256(*ADMIT_SECTIONS),
+        "config": config.sha256(*sections),
+        "teacher": teacher,
         "plugins": plugins.loaded(),
         "template": terms.choice.source,
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},

@@ -34,7 +34,7 @@ def require_same_admission(
     and templates that are missing.
     """
     terms = load_terms(config, plugins)
-    _require_same_terms(terms, manifest)
+    require_same_terms(terms, manifest)
     contract = build_contract(config, terms)
     with ExitStack() as stack:
         inputs = open_again(config, out, plugins, contract, manifest, stack)
@@ -58,8 +58,11 @@ def require_same_admission(
     return receipts[0]
 
 
-def _require_same_terms(terms: Terms, manifest: StageManifest) -> None:
-    """Tokenizer files and template to the byte: others may give equal tokens, but the evidence names these."""
+def require_same_terms(terms: Terms, manifest: StageManifest) -> None:
+    """Tokenizer files and template to the byte: others may give equal tokens, but the evidence names these.
+
+    Raises KilnError KLN207 naming the first that differs.
+    """
     here = {**terms.files.file_digests(), "the chat template": terms.choice.sha256}
     there = {**manifest.details["tokenizer"], "the chat template": manifest.details["template"]["sha256"]}
     for name in sorted(here.keys() | there.keys()):

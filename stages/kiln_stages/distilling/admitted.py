@@ -30,9 +30,9 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ScoredCorpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``path``: where the corpus lay, as it was given. ``sha256``: ``sha256:`` and the digest of the file's bytes, without
-    a domain. ``top_k``: candidates that were kept of each target, resolved from the settings. ``rows_sha256``: of the
-    rows in order, as :class:`kiln_stages.distilling.rows.ScoredCorpusDigest` has it."""
+    """``path``: where the corpus lay, as it was given. ``sha256``: ``sha256:`` and the digest of the file's bytes,
+    without a domain. ``top_k``: candidates that were kept of each target, resolved from the settings.
+    ``rows_sha256``: of the rows in order, as :class:`kiln_stages.distilling.rows.ScoredCorpusDigest` has it."""
 
     path: str
     sha256: str

@@ -6,19 +6,18 @@ name. The protocol is kiln's own: the public server knows served teachers alone.
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from kiln_cli.errors import KilnError
-from kiln_cli.files import hash_file, read_bounded
+from kiln_cli.files import hash_file
 from kiln_cli.identity import canonical_json, sha256_hex
 from kiln_cli.text import printable
-from kiln_stages.admitting.model_files import FILE_LIMIT, load_model_files, missing, tokenizer_settings
+from kiln_stages.admitting.model_files import load_model_files
 from kiln_stages.distilling.identity import (
     IDENTITY_SCHEMA,
     LOCAL_PROTOCOL,
@@ -27,9 +26,9 @@ from kiln_stages.distilling.identity import (
     AdapterIdentity,
     IdentityFault,
     TeacherIdentity,
-    vocabulary_sha256,
 )
 from kiln_stages.distilling.registry import LocalModel
+from kiln_stages.distilling.tokenizers import tokenizer_identity, vocabulary_size
 from kiln_stages.training.base_adapter import CONFIG, MODEL, read_base_adapter
 from kiln_stages.training.determinism import go_offline
 from kiln_stages.training.packages import require_train_extra
@@ -66,7 +65,7 @@ def identify(
     require_train_extra("a local teacher")
     inference = _inference(model, dtype, device_type)
     files = load_model_files(model)
-    vocabulary = _vocabulary_size(model)
+    vocabulary = vocabulary_size(model)
     length = max_model_len or files.positions
     if length is None:
         raise KilnError(
@@ -74,14 +73,14 @@ def identify(
             f"{printable(model)} does not state how many positions it has",
             hint="say it with --max-model-len",
         )
-    tokenizer_config = {"tokenizer_config": tokenizer_settings(model), "chat_template": files.chat_template}
+    tokenizer = tokenizer_identity(files)
     identity = TeacherIdentity(
         schema=IDENTITY_SCHEMA,
         protocol=LOCAL_PROTOCOL,
         served_model_id=directory_name(model) if served_model_id is None else served_model_id,
         base_model_sha256=_bare(base_model_sha256(weight_shards(model))),
-        tokenizer_vocab_sha256=_bare(vocabulary_sha256(files.tokenizer_json)),
-        tokenizer_config_sha256=sha256_hex(canonical_json(tokenizer_config)),
+        tokenizer_vocab_sha256=tokenizer.vocab_sha256,
+        tokenizer_config_sha256=tokenizer.config_sha256,
         adapter=None if adapter is None else _adapter_identity(adapter),
         vocab_size=vocabulary,
         max_top_k=min(MAX_TOP_K, vocabulary) if max_top_k is None else max_top_k,
@@ -159,15 +158,6 @@ def _adapter_identity(adapter: Path) -> AdapterIdentity:
             raise KilnError("KLN204", f"{printable(adapter)} has no {name}", hint="name a directory in PEFT's layout")
     tensors = read_base_adapter(adapter, str(adapter)).content_sha256
     return AdapterIdentity(directory_name(adapter), _bare(tensors), hash_file(adapter / CONFIG)[0])
-
-
-def _vocabulary_size(model: Path) -> int:
-    """Rows of the output projection, as the model's config has them; a tokenizer may use fewer."""
-    config: Any = json.loads(read_bounded(model / "config.json", FILE_LIMIT))
-    for settings in (config, config.get("text_config") or {}):
-        if isinstance(settings.get("vocab_size"), int):
-            return int(settings["vocab_size"])
-    raise missing(model, "config.json states no vocab_size")
 
 
 def _bare(digest: str) -> str:

@@ -93,6 +93,9 @@ class PackedScoredRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     def top_k(self) -> int:
         return len(self.teacher_token_ids) // max(len(self.action_targets), 1)
 
+    def with_identity(self, row_sha256: str) -> PackedScoredRow:
+        return msgspec.structs.replace(self, row_sha256=row_sha256)
+
     def unpacked(self) -> ScoredRow:
         count = max(self.top_k, 1)
         ids, logprobs = unpack_int32(self.teacher_token_ids), unpack_float32(self.teacher_logprobs)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
-from kiln_cli.errors import KilnError
+from kiln_cli.errors import KilnError, not_built
 from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins, version
 from kiln_cli.receipts import IngestionReceipt, StageManifest
@@ -17,6 +17,7 @@ from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Terms, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
+from kiln_stages.distilling.admitted import scored_corpus
 from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter, with_its_receipt
 from kiln_stages.training.loop import TrainRow
 from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256, weight_shards
@@ -102,6 +103,8 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
     for missing model files.
     """
     admit = read_manifest(out, "admit")
+    if scored_corpus(admit) is not None:
+        raise not_built("training on a scored corpus")
     _require_settings(config, admit, out)
     _require_held_out(config, admit, out)
     plugins.losses.get(config.run.train.loss)  # a name that is unknown need not wait for the rows
