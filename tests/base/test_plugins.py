@@ -132,6 +132,8 @@ def test_the_built_in_reasons_and_their_order() -> None:
         "unexpected_argument",
         "argument_type",
         "duplicate_tool",
+        "conflicting_answer",
+        "unicode_duplicate_query",
         "near_duplicate_query",
     ]
     assert [reason.name for reason in plugins.in_force(())] == [
