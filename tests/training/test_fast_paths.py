@@ -10,6 +10,7 @@ import torch
 from kiln_plugins.cross_entropy import cross_entropy
 from kiln_stages.training import fast_paths
 from kiln_stages.training.fast_paths import relative_difference
+from kiln_stages.training.fused import CausalAttention
 from kiln_stages.training.loop import row_loss
 from kiln_stages.training.model import LanguageModel
 from torch import Tensor, nn
@@ -98,6 +99,75 @@ def test_losses_and_gradients_are_those_of_the_modules_own(kind: str, dtype: tor
 def test_what_is_known_is_replaced_and_nothing_else(kind: str, parts: dict[str, int]) -> None:
     assert model_of(kind).fast_paths.parts == parts
     assert model_of(kind).fast_paths.identity() == {"parts": parts}
+
+
+@pytest.mark.parametrize(
+    ("kind", "attentions"), [("llama", 2), ("qwen3", 2), ("gemma3", 2), ("phi3", 2), ("gpt2", None)]
+)
+def test_attention_is_replaced_in_bfloat16_alone(kind: str, attentions: int | None) -> None:
+    assert model_of(kind, torch.bfloat16).fast_paths.parts.get("causal_attention") == attentions
+    assert "causal_attention" not in model_of(kind).fast_paths.parts
+
+
+def qkv_of(rows: int, dtype: torch.dtype, heads: int = 6, groups: int = 2, width: int = 16) -> list[Tensor]:
+    """As projections give them: heads behind rows in memory."""
+    torch.manual_seed(5)
+    shapes = [(1, rows, count, width) for count in (heads, groups, groups)]
+    return [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k' + causal mask) v, word for word."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return (scale * q @ k.mT).masked_fill(future, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("rows", [2, 7, 33, 150])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_attention_and_its_gradients_are_those_of_the_formula(rows: int, dtype: torch.dtype, bound: float) -> None:
+    scale = 0.3
+    qkv = qkv_of(rows, dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
+    wanted = exact_attention(*exact, scale)
+    found = CausalAttention.apply(*qkv, scale)
+    assert relative_difference(found.detach().double(), wanted.detach()) < bound
+    grad = torch.randn(wanted.shape).to(dtype)
+    gradients = torch.autograd.grad(found, qkv, grad)
+    assert [gradient.dtype for gradient in gradients] == [dtype] * 3
+    for found_gradient, gradient in zip(gradients, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
+        assert relative_difference(found_gradient.double(), gradient) < bound
+
+
+def test_attention_gives_the_bits_of_torchs_forward() -> None:
+    qkv = qkv_of(45, torch.bfloat16)
+    torchs = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+    assert torch.equal(CausalAttention.apply(*qkv, None), torchs)
+
+
+def test_attention_that_asks_for_more_is_left_to_torch() -> None:
+    q, k, v = qkv_of(9, torch.bfloat16, groups=6)
+    attend = nn.functional.scaled_dot_product_attention
+    window = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)
+    with fast_paths._CausalAttentionCalls():
+        assert "CausalAttention" in attend(q, k, v, is_causal=True).grad_fn.name()
+        for out in (
+            attend(q, k, v),
+            attend(q, k, v, attn_mask=window),
+            attend(q, k, v, window),
+            attend(q, k, v, dropout_p=0.5, is_causal=True),
+            attend(q[:, :, :1], k, v, is_causal=True),
+        ):
+            assert "CausalAttention" not in out.grad_fn.name()
+
+
+def test_attention_keeps_its_forward_where_torch_has_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> None:
+        raise AttributeError("no such kernel")
+
+    monkeypatch.setattr(CausalAttention, "forward", absent)
+    assert model_of("llama", torch.bfloat16).fast_paths.parts == {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 5}
 
 
 def test_leaves_begin_as_they_would_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ of the model are not touched: only the ``forward`` of single modules.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kiln_cli.text import printable
-from kiln_stages.training.fused import GatedMlp, LoraLinear, LoraWeights, RmsNorm
+from kiln_stages.training.fused import CausalAttention, GatedMlp, LoraLinear, LoraWeights, RmsNorm
 
 # How far a part may lie from the module itself, by L2 norms. bfloat16 has 8 bits, and each pass over memory rounds.
 PART_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -105,6 +107,9 @@ def _replacements(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, Call
         if found is not None and module not in within:
             yield module, found
             within.update(module.modules())
+        attention = _attention(module)  # its own layers are replaced as well
+        if attention is not None:
+            yield module, attention
 
 
 def _lora_linear(module: nn.Module) -> tuple[str, Callable[..., Tensor]] | None:
@@ -152,6 +157,63 @@ def _norm(factor: Tensor, narrow: Tensor | None, eps: float, x: Tensor) -> Tenso
     return cast(Tensor, cast(Any, RmsNorm).apply(x, factor, narrow, eps))
 
 
+def _attention(module: nn.Module) -> tuple[str, Callable[..., Tensor]] | None:
+    """An attention of transformers in bfloat16 on a CPU that calls torch's: that call alone is replaced, so that its
+    projections, norms and rotations stay as they are."""
+    config = getattr(module, "config", None)
+    if not type(module).__name__.endswith("Attention") or getattr(config, "_attn_implementation", None) != "sdpa":
+        return None
+    names = ((config, "num_attention_heads"), (config, "num_key_value_heads"), (module, "head_dim"))
+    sizes = [getattr(holder, name, None) for holder, name in names]
+    first = next(module.parameters(), torch.empty(0))
+    if first.dtype != torch.bfloat16 or first.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
+        return None
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with _CausalAttentionCalls():
+            return cast(Tensor, plain(*args, **kwargs))
+
+    return ("causal_attention", forward) if _same_attention(*cast(list[int], sizes)) else None
+
+
+class _CausalAttentionCalls(TorchFunctionMode):
+    """Within, torch's attention is :class:`CausalAttention` wherever it is asked for that and nothing more."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention and _is_causal_alone(*args, **kwargs):
+            return cast(Any, CausalAttention).apply(*args, kwargs.get("scale"))
+        return function(*args, **kwargs)
+
+
+def _is_causal_alone(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call of torch's attention has q, k and v of the same rows and width, the causal mask and no other."""
+    if len(args) != 3 or not kwargs.get("is_causal") or kwargs.get("attn_mask") is not None or kwargs.get("dropout_p"):
+        return False
+    q, k, v = args
+    return cast(bool, q.shape[2:] == k.shape[2:] == v.shape[2:]) and (
+        bool(kwargs.get("enable_gqa")) or q.shape[1] == k.shape[1]
+    )
+
+
+def _same_attention(heads: int, groups: int, width: int) -> bool:
+    """Whether both attentions give the same for q, k and v of some numbers: results, and gradients of the three."""
+    shapes = [(1, count, PROBE_ROWS, width) for count in (heads, groups, groups)]
+    qkv = [
+        torch.arange(math.prod(shape)).mul(0.7 + place).sin().view(shape).bfloat16().requires_grad_()
+        for place, shape in enumerate(shapes)
+    ]
+    attend = partial(cast(Any, nn.functional.scaled_dot_product_attention), is_causal=True, enable_gqa=True)
+    try:
+        wanted = _gradients(attend(*qkv), qkv)
+        with _CausalAttentionCalls():
+            found = _gradients(attend(*qkv), qkv)
+    except (AttributeError, RuntimeError):  # another torch has no such kernel, or none for these shapes
+        return False
+    return _all_near(found, wanted, torch.bfloat16)
+
+
 def _lora_weights(module: Any) -> LoraWeights | None:
     """The weights of peft's plain LoRA on a plain linear layer; None for anything else."""
     from peft.tuners.lora.layer import Linear
@@ -177,16 +239,24 @@ def _same(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int, dt
     except (RuntimeError, TypeError, ValueError):  # it takes something else: not a part that is known
         return False
     found = _with_gradients(module, forward, rows)
-    return all(relative_difference(*pair) <= PART_BOUNDS[dtype] for pair in zip(found, wanted, strict=True))
+    return _all_near(found, wanted, dtype)
 
 
 def _with_gradients(module: nn.Module, forward: Callable[[Tensor], Tensor], rows: Tensor) -> list[Tensor]:
     rows = rows.requires_grad_()
     leaves = [leaf for leaf in module.parameters() if leaf.requires_grad]
     with torch.enable_grad():
-        out = forward(rows)
-        weights = torch.arange(out.numel(), device=out.device).mul(0.3).cos().view(out.shape).to(out.dtype)
-        return [out.detach(), *torch.autograd.grad(out, [rows, *leaves], weights)]
+        return _gradients(forward(rows), [rows, *leaves])
+
+
+def _gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """A result, and the gradients of its inputs under a fixed weighting of it."""
+    weights = torch.arange(out.numel(), device=out.device).mul(0.3).cos().view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weights)]
+
+
+def _all_near(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> bool:
+    return all(relative_difference(*pair) <= PART_BOUNDS[dtype] for pair in zip(found, wanted, strict=True))
 
 
 def _run(run: Callable[[], Tensor], leaves: Mapping[str, nn.Parameter]) -> list[Tensor]:

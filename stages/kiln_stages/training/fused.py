@@ -4,13 +4,14 @@ Each computes what the module that it stands in for computes, and its gradients 
 are frozen: no gradient of theirs is made. Sums over tokens and features are those of one matrix product each, so
 results are as repeatable as torch's own.
 
-Axes: T rows (tokens), I and O features in and out, r the rank of LoRA, F features inside a feed-forward block.
+Axes: T rows (tokens), I and O features in and out, r the rank of LoRA, F features inside a feed-forward block, H heads
+of queries, K of keys and values, D features of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,6 +123,33 @@ class RmsNorm(torch.autograd.Function):
         h = grad.float() * w
         along = (h * normal).mean(-1, keepdim=True)
         return h.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype), None, None, None
+
+
+class CausalAttention(torch.autograd.Function):
+    """softmax(scale q k' + causal mask) v by torch's flash attention for CPUs, with the backward in float32.
+
+    q [1, H, T, D], k and v [1, K, T, D]; head h of the H attends with k and v of h // (H / K). Keeps q, k, v, the
+    result and, of each row of scores, the logarithm of its sum of exponentials, from which the backward makes
+    probabilities again (Dao et al. 2022, algorithm 4). For bfloat16 that takes less time than torch's own backward in
+    bfloat16, and rounds once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """``scale`` is 1 / sqrt(D) if None."""
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scale = scale
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        wide = (tensor.float() for tensor in (grad, q, k, v, out))
+        gradients = backward(*wide, log_sums, 0.0, True, scale=ctx.scale)
+        return *(gradient.to(q.dtype) for gradient in gradients), None
 
 
 def _apply(rows: Tensor, lora: LoraWeights) -> tuple[Tensor, Tensor]:
