@@ -54,10 +54,12 @@ from kiln_stages.evidence.claims import (
 from kiln_stages.evidence.digests import Digest, Digests
 from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import kind_of, receipt_claims
+from kiln_stages.evidence.recipe_claims import read_manifest_of, recipe_claims
 from kiln_stages.evidence.signature import signature_path
 from kiln_stages.evidence.signature import signer as signed_by
 from kiln_stages.evidence.training_data import NAMED, training_data
 from kiln_stages.evidence.words import explanation
+from kiln_stages.recipes.record import MANIFEST_NAME as RECIPE_MANIFEST_NAME
 from kiln_stages.training.checkpoint import NAME, read_checkpoint_manifest
 from kiln_stages.training.tensors import base_model_sha256, weight_files, weight_shards
 
@@ -92,7 +94,7 @@ def _explain(wanted: bool) -> None:
 
 
 def command(
-    target: Annotated[Path, typer.Argument(help="A run directory, or its train_receipt.json.")],
+    target: Annotated[Path, typer.Argument(help="A run directory, its train_receipt.json, or a recipe's directory.")],
     deep: Annotated[bool, typer.Option("--deep", help="Derive rows and labels again from the data.")] = False,
     allowed_signers: Annotated[
         Path | None, typer.Option("--allowed-signers", help="Demand a signature of one of these keys (ssh-keygen).")
@@ -137,9 +139,12 @@ def run(target: Path, *, deep: bool = False, allowed_signers: Path | None = None
     """Every claim, in the order of the chain. A damaged or unknown receipt is one failing claim, not an error.
 
     ``deep``: rows, splits, tokens and labels are derived again too. ``allowed_signers``: a signature by one of these
-    keys is one more claim. Raises KilnError KLN204 where there is no receipt or no list of keys, KLN301 where the
-    signature is to be checked and ssh-keygen is not installed.
+    keys is one more claim. For the directory of a recipe: its manifest, then every claim of each training. Raises
+    KilnError KLN204 where there is no receipt or no list of keys, KLN301 where the signature is to be checked and
+    ssh-keygen is not installed, KLN201 where a signature is asked for of a recipe.
     """
+    if target.is_dir() and (target / RECIPE_MANIFEST_NAME).exists():
+        return _run_recipe(target, deep, allowed_signers)
     path = target / RECEIPT_NAME if target.is_dir() else target
     if not path.exists():
         raise KilnError("KLN204", f"{printable(path)} does not exist", hint="name a run directory or a receipt")
@@ -152,6 +157,24 @@ def run(target: Path, *, deep: bool = False, allowed_signers: Path | None = None
     with Digests() as digests:
         claims = [*_Verification(path.parent, receipt, deep, digests).claims(), *signature]
     return Verdict(claims, failed, signer)
+
+
+def _run_recipe(out: Path, deep: bool, allowed_signers: Path | None) -> Verdict:
+    if allowed_signers is not None:
+        raise KilnError(
+            "KLN201",
+            f"{printable(out)} is a recipe's directory, and signatures are of receipts",
+            hint="name the directory of a step",
+        )
+    manifest, sound = read_manifest_of(out)
+    if manifest is None:
+        return Verdict([sound])
+    claims = [sound, *recipe_claims(out, manifest)]
+    for step in manifest.steps:
+        if step.kind == "sft" and (out / step.name / RECEIPT_NAME).exists():  # else a claim has said so
+            found = run(out / step.name, deep=deep).claims
+            claims += [msgspec.structs.replace(one, name=f"{step.name}: {one.name}") for one in found]
+    return Verdict(claims)
 
 
 def _signature_claim(path: Path, allowed: Path | None) -> tuple[list[Claim], str | None]:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
-from kiln_stages.recipes.record import read_recipe_manifest
+from kiln_stages.recipes.record import RecipeManifest, read_recipe_manifest
 from kiln_stages.training import loop
 from kiln_stages.training.loop import StepRecord
 from tiny_model import Kiln
 
 from kiln_cli.files import run_lock
-from kiln_cli.manifests import read_receipt
+from kiln_cli.manifests import document, read_receipt
 
 OUT = "out"
 RECIPE = """name = "weather"
@@ -165,6 +166,78 @@ def test_the_receipts_are_a_chain(carried_out: Path, kiln: Kiln) -> None:
         second["content_sha256"],
     ]
     assert {file.path for file in manifest.steps[2].files} >= {"config.json", "model.safetensors", "README.md"}
+
+
+def test_the_whole_recipe_verifies(carried_out: Path, kiln: Kiln) -> None:
+    done = kiln("verify-receipt", carried_out / OUT, "--require-all")
+    assert done.code == 0, done.out
+    for line in (
+        "second began with the adapter of step first",
+        "model-of-both is the model of step second",
+        "model-of-both/model.safetensors has its digest",
+        "first: the corpus holds the rows and tokens of the receipt",
+        f"second: the base adapter is that of the training of {OUT}/first/train_receipt.json",
+    ):
+        assert f"ok    {line}\n" in done.out
+    assert kiln("verify-receipt", carried_out / OUT, "--allowed-signers", carried_out / "none").code == 2
+
+
+def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    """Sets ``steps.1.name`` of the manifest, say."""
+
+    def edit_value(manifest: Any) -> None:
+        *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+        for part in parents:
+            manifest = manifest[part]
+        manifest[last] = value
+
+    return edit_value
+
+
+HASH = "sha256:" + "0" * 64
+MANIFEST_CLAIM = "recipe_manifest.json is a recipe's manifest in canonical form, with its own content_sha256"
+
+
+@pytest.mark.parametrize(
+    ("edit_value", "failing"),
+    [
+        (put("steps.0.receipt_content_sha256", HASH), "first has the receipt and adapter of the manifest"),
+        (put("steps.1.adapter_content_sha256", HASH), "second has the receipt and adapter of the manifest"),
+        (put("steps.1.step", "nothing"), "second began with the adapter of step nothing"),
+        (put("steps.2.step", "first"), "model-of-both is the model of step first"),
+        (put("steps.2.files.0.sha256", "0" * 64), "model-of-both/README.md has its digest"),
+        (put("steps.2.files", []), "model-of-both.merge.json says the same"),
+        (put("steps.0.name", "../first"), MANIFEST_CLAIM),
+    ],
+)
+def test_a_manifest_that_was_changed_and_sealed_again_does_not_verify(
+    edit_value: Callable[[dict[str, Any]], None],
+    failing: str,
+    carried_out: Path,
+    kiln: Kiln,
+    mine: Callable[[Path], Path],
+) -> None:
+    project = mine(carried_out)
+    path = project / OUT / "recipe_manifest.json"
+    value = json.loads(path.read_bytes())
+    edit_value(value)
+    manifest = msgspec.convert(value, RecipeManifest)
+    path.write_bytes(document(manifest))
+    done = kiln("verify-receipt", project / OUT)
+    assert done.code == 1 and f"FAIL  {MANIFEST_CLAIM}: " in done.out, "its digest is of what it said before"
+    manifest.content_sha256 = manifest.content_digest()
+    path.write_bytes(document(manifest))
+    done = kiln("verify-receipt", project / OUT)
+    assert done.code == 1
+    assert f"FAIL  {failing}: " in done.out
+
+
+def test_what_is_gone_is_not_checkable(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+    project = mine(carried_out)
+    shutil.rmtree(project / OUT / "first")
+    done = kiln("verify-receipt", project / OUT)
+    assert done.code == 0, done.out
+    assert "n/a   first has the receipt and adapter of the manifest: train_receipt.json is not here" in done.out
 
 
 def test_rows_of_the_recipe_are_kept_and_rows_of_a_file_are_not(carried_out: Path) -> None:
