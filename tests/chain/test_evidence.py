@@ -396,6 +396,18 @@ def test_times_are_covered_too(mine: Path, kiln: Kiln, name: str) -> None:
     assert any(name in failing or "receipt_sha256" in failing for failing in verdict.failing)
 
 
+@pytest.mark.parametrize("key", ["base", "output"])
+def test_a_flipped_key_of_the_adapters_is_a_failing_claim(key: str, mine: Path, kiln: Kiln) -> None:
+    """What the receipt then lacks is told by a claim, not by an error of the command."""
+    path = mine / RUN / "train_receipt.json"
+    data = path.read_bytes()
+    place = data.index(f'"{key}"'.encode(), data.index(b'"adapters"')) + 1
+    flip(path, place, 1)
+    verdict = verify(kiln, mine / RUN)
+    assert verdict.code == 1
+    assert verdict.failing
+
+
 def test_random_single_bit_flips_are_all_detected(mine: Path, kiln: Kiln) -> None:
     seed = secrets.randbits(64)
     print(f"seed {seed}")

@@ -46,7 +46,7 @@ def output_claims(run: Path, receipt: TrainReceipt, digest: Digest = hash_file) 
         yield claim(
             "the adapter was trained: it has tensors, and a LoRA-B that is not zero", partial(_check_trained, run)
         )
-    if receipt.adapters["base"] is not None:
+    if receipt.adapters.get("base") is not None:
         yield claim("the base adapter is the one begun with", partial(_check_base_adapter, run, receipt))
     if CARD in [ref.path for ref in receipt.outputs]:  # a training that failed has none
         yield claim("the adapter's README.md is the card of this receipt", partial(_check_card, run, receipt))
