@@ -33,6 +33,7 @@ from kiln_stages.admitting.tally import RECEIPTS
 from kiln_stages.contamination.reader import Reader
 from kiln_stages.contamination.row_sets import KeyedFile, Role, RowSet, hashed_set, kept_only, read_set
 from kiln_stages.reading.mapping import mapped_source
+from kiln_stages.reading.sources import open_rows
 from kiln_stages.reading.transports import Plain, open_plain, spool_records
 
 # A run's splits: where admission's evidence has them, and what the run uses them for.
@@ -58,7 +59,10 @@ def run_sets(name: str, run: Path, wanted: str | None, reader: Reader) -> Iterat
     if admit is not None and admit.previous is None:
         if wanted not in (None, "train"):
             raise KilnError("KLN204", f"{name} has no split {wanted!r}: its rows come from a file", hint="name the run")
-        yield _admitted_set(name, run, admit, "corpus", _receipt_of(run, admit, "corpus"), reader)
+        if any(ref.path == RECEIPTS["corpus"] for ref in admit.outputs):
+            yield _admitted_set(name, run, admit, "corpus", _receipt_of(run, admit, "corpus"), reader)
+        else:
+            yield _scored_set(name, run, admit, reader)
         return
     prepare = read_manifest(run, "prepare")
     for split, (admitted, role) in RUN_SPLITS.items():
@@ -129,6 +133,15 @@ def _admitted_set(
         return kept
     ref = admit.output(RECEIPTS[split])
     return hashed_set(name, receipt, ref.sha256, ref.bytes, printable(why))
+
+
+def _scored_set(name: str, run: Path, admit: StageManifest, reader: Reader) -> RowSet:
+    """The prompts of a corpus that a teacher scored, which is admitted whole; its receipt holds no hash of a row."""
+    ref = admit.inputs[0]
+    path = locate(ref, run, admit)
+    require_unchanged(ref, path, "admit_manifest.json")
+    with open_rows(path, "messages", reader.plugins.sources, "chat", reader.scratch) as (plain, choice):
+        return read_set(name, KeyedFile(plain, partial(chat_rows, source=choice.source), reader.near))
 
 
 def _rows_again(name: str, run: Path, admit: StageManifest, split: str, reader: Reader) -> RowSet:

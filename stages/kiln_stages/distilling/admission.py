@@ -61,7 +61,8 @@ class Scored(NamedTuple):
 def is_scored(config: LoadedConfig, *, handed_over: bool) -> bool:
     """Whether the rows are a scored corpus: the config says so, or the file begins with a teacher's manifest line.
 
-    Raises KilnError KLN201 for a kind "opd" without a file, or with rows that are handed over.
+    Raises KilnError KLN201 for a kind "opd" without a file, or with rows that are handed over, KLN203 for a setting
+    that is not for scored rows.
     """
     settings = config.run.admit
     if settings.kind == "opd":
@@ -79,7 +80,12 @@ def is_scored(config: LoadedConfig, *, handed_over: bool) -> bool:
         return False
     with open_input(path) as stream:
         record = first_record(stream)
-    return record is not None and record.is_manifest
+    if record is None or not record.is_manifest:
+        return False
+    # What a config that says the kind itself is refused for.
+    if fault := next(iter(msgspec.structs.replace(settings, kind="opd").faults()), None):
+        raise KilnError("KLN203", f"admit.{fault.text}", hint="leave it out")
+    return True
 
 
 def admit_scored(
