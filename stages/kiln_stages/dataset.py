@@ -182,8 +182,8 @@ def account(change: Change) -> str:
     lines = [f"data set {printable(identity.dataset_name)}: {identity.rows:,} rows, {change.added:,} added"]
     if change.packing is not None:
         lines.append(f"rows: read as {change.packing}, in the shape {printable(change.settings.source)}")
-    if change.completed:
-        lines.append("  they were there already, by this command, which was cut short; each stands there once")
+    if change.again:
+        lines.append("  these rows were the last ones of the data set already; they are not added again")
     if change.repeated:
         lines.append(f"  in the data set before, and kept beside it in the same split: {change.repeated:,}")
     if identity.malformed_rows:

@@ -79,6 +79,8 @@ def test_the_train_receipt_has_the_six_identities(registry: Path, tiny_model: Pa
         "rows": ingestion["rows_kept"],
     }
     assert data["dataset_corpus_sha256"] != data["admitted_corpus_sha256"]
+    card = (run / "train" / "adapter" / "README.md").read_text()
+    assert f"| named data set | `trips`, split `train` |\n| its split | {identity['split_manifest_sha256']} |" in card
     checked = kiln("verify-receipt", run, "--deep")
     assert checked.code == 0, checked.out
     assert "ok    training_data is the data set of admit_manifest.json" in checked.out

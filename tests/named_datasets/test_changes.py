@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -134,9 +135,11 @@ def test_a_row_above_the_cap_is_refused(add: Callable[..., changes.Change], tmp_
 def test_an_existing_name_is_added_to_only_where_that_is_said(
     add: Callable[..., changes.Change], tmp_path: Path
 ) -> None:
-    add([A])
+    first = add([A])
     with pytest.raises(KilnError, match="exists and has 1 rows") as refused:
         add([B])
+    again = add([A])  # the same command once more changes nothing
+    assert (again.again, again.added, again.identity) == (True, 0, first.identity)
     assert (refused.value.code, "--append" in refused.value.hint) == ("KLN201", True)
     assert read_entry(tmp_path / ".kiln", "d").identity.rows == 1
     with pytest.raises(KilnError, match="has no data set 'e'"):
@@ -144,6 +147,10 @@ def test_an_existing_name_is_added_to_only_where_that_is_said(
     change = add([B, A, B], append=True)
     # A stood there before; the second B of the file did not.
     assert (change.added, change.repeated, change.identity.rows, change.taken_in) == (3, 1, 4, 0)
+    again = add([B, A, B], append=True)
+    assert (again.again, again.added, again.taken_in, again.identity) == (True, 0, 0, change.identity)
+    assert add([A, B], append=True).again
+    assert add([B, A], append=True).identity.rows == 6
 
 
 def test_growing_says_which_rows_moved_and_why(add: Callable[..., changes.Change], tmp_path: Path) -> None:
@@ -238,7 +245,7 @@ def test_data_may_be_edited_by_hand(add: Callable[..., changes.Change], tmp_path
     # Rows behind the last split, and another file added: both are taken in.
     data.write_bytes(data.read_bytes() + json.dumps(chat("new", "x")).encode())
     change = add([chat("newer", "x")], append=True)
-    assert (change.added, change.taken_in, change.identity.rows, change.completed) == (1, 1, 5, False)
+    assert (change.added, change.taken_in, change.identity.rows, change.again) == (1, 1, 5, False)
 
 
 def test_a_directory_of_another_name_is_seen(add: Callable[..., changes.Change], tmp_path: Path) -> None:
@@ -387,9 +394,8 @@ def test_a_kill_at_any_moment_of_an_add(
         assert there in (old, [*old, *new])
         if repair == "split" and there:
             assert changes.split(registry, "d").identity.rows == len(there)
-        if repair == "add" and not (whole and len(there) > len(old)):
-            change = again()
-            assert change.completed == (there != old)
+        if repair == "add":
+            assert again().again == (there != old)
             assert [json.loads(line) for line in lines_of(data)] == [*old, *new]
         if there or repair == "add":
             assert verify(registry, "d") == []
@@ -397,6 +403,55 @@ def test_a_kill_at_any_moment_of_an_add(
         place += 1
     assert place > 20
     assert refused > 10
+
+
+class Full(Filesystem):
+    """A disk that is full from the ``place``-th call on."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("create", "write", "fsync", "replace"):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().__getattribute__(name)
+
+
+def test_a_disk_that_is_full_at_any_moment_of_an_add(
+    add: Callable[..., changes.Change], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add([A, B])
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / ".kiln", kept)
+    for place in range(1000):
+        monkeypatch.setattr(files, "FS", full := Full(place))
+        try:
+            add([C], append=True)
+            break
+        except KilnError as error:
+            assert error.code == "KLN402", error.message
+        monkeypatch.setattr(files, "FS", Filesystem())
+        assert not list(tmp_path.rglob(".kiln-tmp-*"))
+        assert add([C], append=True).identity.rows == 3
+        assert verify(tmp_path / ".kiln", "d") == []
+        shutil.rmtree(tmp_path / ".kiln")
+        shutil.copytree(kept, tmp_path / ".kiln")
+    assert place > 10
+    assert full.left >= 0
+
+
+def test_what_is_added_piece_by_piece_is_as_if_added_at_once(
+    add: Callable[..., changes.Change], tmp_path: Path
+) -> None:
+    rows = [chat(f"q{number}", "x", **({"group_id": f"g{number % 7}"} if number % 2 else {})) for number in range(24)]
+    whole = add(rows, name="whole")
+    grown = add(rows[:1], name="grown")
+    for start in range(1, 24, 5):
+        grown = add(rows[start : start + 5], name="grown", append=True)
+    assert splits(tmp_path / ".kiln", "grown") == splits(tmp_path / ".kiln", "whole")
+    assert grown.identity.corpus_sha256 == whole.identity.corpus_sha256
 
 
 def test_a_kill_at_any_moment_of_a_split(add: Callable[..., changes.Change], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -29,7 +29,6 @@ from kiln_stages.datasets.entry import (
     MANIFEST,
     SPLIT,
     DatasetIdentity,
-    FileIdentity,
     Settings,
     SplitManifest,
     directory_of,
@@ -44,7 +43,7 @@ from kiln_stages.datasets.moves import Move, moves
 from kiln_stages.datasets.partition import SPLITS, Component, SplitConfig
 from kiln_stages.datasets.rows import lines_of, row_text
 from kiln_stages.reading.mapping import mapped_source
-from kiln_stages.reading.ranges import copy_stream, hash_stream, read_text
+from kiln_stages.reading.ranges import copy_stream, read_text
 from kiln_stages.reading.sources import choose_source, has_rows, json_lines, sample_objects
 from kiln_stages.reading.transports import Plain, open_plain, spool_records
 
@@ -63,10 +62,10 @@ class SplitSize(msgspec.Struct, frozen=True, kw_only=True):
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """What a change made of a data set.
 
-    ``added``: rows that came. ``repeated``: those of them whose content was there before; they are kept.
-    ``taken_in``: rows that stood in data.jsonl and in no split, by an add that was cut short or by hand. ``ungrouped``:
-    rows without a value where ``group_by`` looks; None without ``group_by``. ``moves`` is None where nobody knows the
-    split of before.
+    ``added``: rows that came. ``repeated``: those of them whose content was there before; they are kept. ``again``: the
+    rows were the last ones of the data set, and were not added once more. ``taken_in``: rows that stood in data.jsonl
+    and in no split, by an add that was cut short or by hand; below 0 where rows are gone. ``ungrouped``: rows without a
+    value where ``group_by`` looks; None without ``group_by``. ``moves`` is None where nobody knows the split of before.
     """
 
     schema: str = "kiln-cli.dataset-change.v1"
@@ -77,19 +76,18 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     added: int = 0
     repeated: int = 0
     taken_in: int = 0
-    completed: bool = False
+    again: bool = False
     ungrouped: int | None
     sizes: dict[str, SplitSize]
     moves: list[Move] | None
 
 
 class Before(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in the directory before a change. ``committed``: bytes of data.jsonl that were split; None where its
-    beginning is not what was split. ``split``: the split of then; None where it is not known."""
+    """What lies in the directory before a change. ``rows``: those that were split. ``split``: the split of then; None
+    where it is not known."""
 
     settings: Settings
     rows: int
-    committed: int | None
     split: SplitManifest | None
     first: bool  # there has been no split yet
 
@@ -107,7 +105,8 @@ def add(
 ) -> Change:
     """Makes a data set of a file's rows (standard input for None), or adds them to one that is there (``append``).
 
-    ``options``: settings of the split by name. The command that was cut short, run again, adds no row twice.
+    ``options``: settings of the split by name. Rows that are the last ones of the data set already are not added
+    again, so that a command that was cut short can be repeated.
     Raises KilnError: KLN201 for a name that is none or taken, KLN107 for a file without rows, KLN212 for a shape that
     no source knows or that is not the data set's, KLN401 where another process changes the registry.
     """
@@ -131,7 +130,7 @@ def add(
             map=dict(mapping or (before.settings.map if append and before is not None else {})),
             split=changed(SplitConfig(), options or {}),
         )
-        again = before is not None and _was_cut_short(directory, before, rows, label)
+        again = before is not None and _stand_there(directory, rows, label, alone=not append)
         if before is None:
             _require_free(registry, name)
             write_file(directory / MANIFEST, document(asked))
@@ -140,7 +139,7 @@ def add(
         if not again:
             _write_rows(directory, rows, label, behind=before is not None)
         settings = asked if before is None else before.settings
-        return _finish(directory, settings, before, added=added, packing=given.packing, completed=again)
+        return _finish(directory, settings, before, added=added, packing=given.packing, again=again)
 
 
 def split(registry: Path, name: str, options: Mapping[str, Any] | None = None) -> Change:
@@ -197,7 +196,6 @@ def _before(directory: Path) -> Before:
     return Before(
         settings=settings,
         rows=0 if identity is None else identity.rows,
-        committed=0 if identity is None else _committed(directory / DATA, identity.files.get(DATA)),
         split=known,
         first=identity is None and not (directory / SPLIT).exists(),
     )
@@ -208,15 +206,6 @@ def _readable(read: Callable[[Path], T], path: Path) -> T | None:
         return read(path)
     except KilnError:
         return None  # half written or damaged: it is about to be made anew
-
-
-def _committed(data: Path, vouched: FileIdentity | None) -> int | None:
-    if vouched is None:
-        return None
-    with open_input(data) as stream:
-        if os.fstat(stream.fileno()).st_size < vouched.bytes or hash_stream(stream, vouched.bytes) != vouched.sha256:
-            return None
-    return vouched.bytes
 
 
 def _wanted(settings: Settings | None, source: str, mapping: Mapping[str, str] | None) -> str | Source:
@@ -240,10 +229,10 @@ def _rows_of(
     return stack.enter_context(spool_records(choice.source, given, scratch)), choice.source
 
 
-def _texts(stream: BinaryIO, name: str, start: int = 0) -> Iterator[bytes]:
-    """The rows of a plain file from byte ``start`` on, a line's beginning."""
-    stream.seek(start)
-    for record in json_lines(LineReader(stream, start=start, hashed=False)):
+def _texts(stream: BinaryIO, name: str) -> Iterator[bytes]:
+    """The rows of a plain file, from its beginning."""
+    stream.seek(0)
+    for record in json_lines(LineReader(stream, hashed=False)):
         yield row_text(record, name)
 
 
@@ -270,13 +259,15 @@ def _require_free(registry: Path, name: str) -> None:
             )
 
 
-def _was_cut_short(directory: Path, before: Before, rows: Plain, label: str) -> bool:
-    """Whether data.jsonl holds, behind what was split, just these rows: this very command was killed before."""
-    if before.committed is None:
-        return False
+def _stand_there(directory: Path, rows: Plain, label: str, *, alone: bool) -> bool:
+    """Whether the last rows of data.jsonl are just these, or (``alone``) all of them are: then this command was run
+    before, and may have been killed before it could say so."""
     with open_input(directory / DATA) as data:
-        left = _texts(data, DATA, before.committed)
-        return all(one == other for one, other in zip_longest(left, _texts(rows.stream, label)))
+        before = sum(1 for _ in _texts(data, DATA)) - sum(1 for _ in _texts(rows.stream, label))
+        if before < 0 or (alone and before):
+            return False
+        last = islice(_texts(data, DATA), before, None)
+        return all(one == other for one, other in zip(last, _texts(rows.stream, label), strict=True))
 
 
 def _require_addition(
@@ -337,10 +328,13 @@ def _finish(
     *,
     added: int = 0,
     packing: str | None = None,
-    completed: bool = False,
+    again: bool = False,
 ) -> Change:
     """Makes everything anew of data.jsonl, and tells what changed."""
     built, identity = rebuild(directory, settings)
+    rows_before = 0 if before is None else before.rows
+    if again:  # those of them that no split knew of
+        added = min(added, max(0, len(built.rows) - rows_before))
     earlier = {row.keys.content_sha256 for row in built.rows[: len(built.rows) - added]}
     grouped = sum(row.keys.group_by_sha256 is not None for row in built.rows)
     moved: list[Move] | None = []
@@ -353,8 +347,8 @@ def _finish(
         packing=packing,
         added=added,
         repeated=sum(row.keys.content_sha256 in earlier for row in built.rows[len(built.rows) - added :]),
-        taken_in=0 if before is None else len(built.rows) - added - before.rows,
-        completed=completed,
+        taken_in=len(built.rows) - added - rows_before,
+        again=again,
         ungrouped=len(built.rows) - grouped if isinstance(settings.split.group_by, str) else None,
         sizes=split_sizes(built.components, settings.split),
         moves=moved,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kiln_cli.receipts import TrainReceipt
 from kiln_stages.evidence.markdown import code_span, table_row
@@ -118,6 +119,7 @@ def _data(receipt: TrainReceipt) -> str:
     data, counts = receipt.data, receipt.token_counts
     template = receipt.tokenizer["template"]
     return _table(
+        *_data_set(receipt.training_data),
         ("conversations read", data.examples_read),
         ("refused", data.examples_filtered),
         ("trained on, each once an epoch", data.sft_ingestion.rows_kept),
@@ -125,6 +127,16 @@ def _data(receipt: TrainReceipt) -> str:
         ("supervised tokens over all epochs", counts["action_tokens"]),
         ("chat template", f"{code_span(template['name'])}, {template['sha256']}"),
     )
+
+
+def _data_set(data: dict[str, Any]) -> list[tuple[str, object]]:
+    """Rows of the table that only rows of a named data set have."""
+    if "dataset" not in data:
+        return []
+    return [
+        ("named data set", f"{code_span(data['dataset'])}, split {code_span(data['split'])}"),
+        ("its split", data["split_manifest_sha256"]),
+    ]
 
 
 def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
