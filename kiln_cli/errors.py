@@ -107,6 +107,14 @@ CATALOGUE: dict[str, Entry] = {
         "The message names line, position and both values; `kiln admit --report` lists every fault. Mend the corpus, "
         "or score it again with `kiln teacher score`.",
     ),
+    "KLN113": Entry(
+        Exit.FAULTS_FOUND,
+        "rows cannot be scored",
+        "A row has no targets that a teacher could score, or the scores of it cannot be used: they are of other "
+        "tokens, too few, or stand-ins for a score.",
+        "The message names line, position and both values. What was scored before is kept; mend or remove the row and "
+        "run the same command again.",
+    ),
     "KLN201": Entry(
         Exit.USER_INPUT,
         "usage",
@@ -222,6 +230,20 @@ CATALOGUE: dict[str, Entry] = {
         "An alias stands for one identity; every field of the two that differs is listed.",
         "Take another alias, or `--replace` the old one: corpora that it scored are then refused.",
     ),
+    "KLN220": Entry(
+        Exit.USER_INPUT,
+        "the teacher's server cannot be used",
+        "The server refuses the request or the key, redirects, answers for another model, or answers in another shape "
+        "than vLLM's completions with prompt logprobs.",
+        "The message has what the server said, without the key. Register the server's own address, and the key by "
+        "`--key-env` or `--key-file`.",
+    ),
+    "KLN221": Entry(
+        Exit.USER_INPUT,
+        "teacher and rows do not fit",
+        "The rows' tokenizer has another vocabulary than the teacher's, or too many candidates are asked for.",
+        "Take a teacher of the same tokenizer, or the `--top-k` that the message names.",
+    ),
     "KLN301": Entry(
         Exit.ENVIRONMENT,
         "a package is missing",
@@ -251,6 +273,12 @@ CATALOGUE: dict[str, Entry] = {
         "out of memory",
         "The device or the machine has too little memory for this step.",
         "Lower `[admit] max_tokens`, or use a machine with more memory.",
+    ),
+    "KLN404": Entry(
+        Exit.RESOURCE,
+        "the teacher's server does not answer",
+        "It cannot be reached, or kept failing over several tries.",
+        "See that it runs. What was scored so far is kept, and the same command goes on from there.",
     ),
     "KLN501": Entry(
         Exit.BUG,

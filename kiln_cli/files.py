@@ -44,6 +44,9 @@ class Filesystem:
     def open_for_append(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         return os.write(descriptor, data)
 
@@ -169,13 +172,16 @@ class AtomicFile:
 class AppendLog:
     """A file that grows in place, a line at a time: the one thing that is not written whole.
 
-    A line is with the system when ``append`` returns, and on disk after ``sync``. Use as a context manager.
+    A line is with the system when ``append`` returns, and on disk after ``sync``. ``keep``: bytes of the file that
+    stay, all if None; what stands behind them goes. Use as a context manager.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: int | None = None) -> None:
         self.path = path
         with writing(path):
             self._descriptor = FS.open_for_append(path)
+            if keep is not None:
+                FS.truncate(self._descriptor, keep)
 
     def __enter__(self) -> AppendLog:
         return self

@@ -58,7 +58,9 @@ class Opened(BaseException):
 
 def stages(project: Path) -> list[list[str]]:
     """Every stage, over two rows and two steps, with all that comes behind a training."""
-    config, out = str(project / "kiln.toml"), str(project / RUN)
+    config, out, teachers = str(project / "kiln.toml"), str(project / RUN), str(project / "teachers")
+    request = {"messages": [{"role": "user", "content": "Hi"}], "teacher_response": "yes"}
+    (project / "request.jsonl").write_text(json.dumps(request) + "\n", encoding="utf-8")
     extra = ["--set", "train.adapter_smoke_test=true", "--set", "train.checkpoint_interval=1"]
     return [
         ["prepare", config, "--out", out],
@@ -71,7 +73,11 @@ def stages(project: Path) -> list[list[str]]:
         ["generate", out, "--prompt", "What is the weather?", "--max-new-tokens", "2"],
         ["export", out, "--layout", "hf", "--out", str(project / "rows")],
         ["export", out, "--merged", str(project / "merged")],
-    ]
+        ["teacher", "register", "here", "--model", str(project / "model"), "--registry", teachers],
+        ["teacher", "verify", "here", "--registry", teachers],
+        ["teacher", "score", str(project / "request.jsonl"), "--teacher", "here", "--registry", teachers,
+         "--out", str(project / "scored.jsonl")],
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -112,6 +118,13 @@ def test_a2_no_stage_uses_a_socket_in_this_process(small: Path, kiln: Kiln, bloc
         assert done.code == 0, (arguments[0], done.err)
     assert blocked == []
     assert (small / RUN / "train" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a2_a_teacher_behind_a_server_is_the_one_exception(small: Path, kiln: Kiln, blocked: list[str]) -> None:
+    """Named on the command line, it is asked; this is also what shows that the guard sees what it must."""
+    with pytest.raises(Opened):
+        kiln("teacher", "register", "there", "--endpoint", "http://localhost:80", "--registry", small / "teachers")
+    assert blocked
 
 
 def test_a2_no_stage_uses_a_socket_as_a_process_nor_do_its_children(small: Path, tmp_path: Path) -> None:
