@@ -186,6 +186,17 @@ def test_a_served_teacher_scores_as_the_same_model_does_here(
         assert isinstance(request["prompt"], str if send == "text" else list)
 
 
+def test_what_a_server_scored_is_admitted(
+    home: Path, served: ServedTeacher, tiny_model: Path, kiln: Kiln, tmp_path: Path
+) -> None:
+    assert score(kiln, home, tiny_model).code == 0
+    done = kiln(
+        "admit", "--file", home / "out.jsonl", "--kind", "opd", "--teacher", "tiny@served", "--model", tiny_model,
+        "--registry", home / ".kiln", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+
+
 def test_answers_are_written_in_the_order_of_the_request(
     home: Path, served: ServedTeacher, tiny_model: Path, kiln: Kiln
 ) -> None:

@@ -152,6 +152,19 @@ def test_what_is_written_keeps_the_rules_of_admission(corpus: Path) -> None:
             assert math.fsum(math.exp(logprob) for _, logprob in pairs) <= MASS_LIMIT
 
 
+def test_what_is_written_is_admitted(
+    corpus: Path, registry: Path, tiny_model: Path, kiln: Kiln, tmp_path: Path
+) -> None:
+    """Every row, a trajectory too, with every id proven."""
+    done = kiln(
+        "admit", "--file", corpus, "--kind", "opd", "--teacher", "tiny", "--model", tiny_model,
+        "--registry", registry, "--require-token-ids", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "run" / "admit_manifest.json").read_text())["counts"]["corpus"]
+    assert rows["rows_kept"] == len(ROWS)
+
+
 def test_the_same_bytes_come_out_again_and_in_another_process(
     corpus: Path, registry: Path, request_file: Path, kiln_process: Kiln, tmp_path: Path
 ) -> None:
