@@ -17,6 +17,7 @@ from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import IngestionReceipt, StageManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
+from kiln_stages.admitting.admission import TRAINED_SPLIT
 from kiln_stages.admitting.contract import Terms, build_contract, load_terms
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import Job, judged_parts, worker_count
@@ -54,6 +55,8 @@ def require_same_admission(
             found = tally.receipt(config.run.admit.invalid_row_policy)
             _require_equal(path, written, found)
             _require_tokens(out, manifest, tally)
+            if held_out is not None and source.split == TRAINED_SPLIT:
+                held_out.require_same_meetings(manifest.details["held_out"], tally.met)
             receipts.append(found)
     return receipts[0]
 

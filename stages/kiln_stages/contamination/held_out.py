@@ -50,6 +50,17 @@ class HeldOut:
                     hint="restore them, or run `kiln admit` again",
                 )
 
+    def require_same_meetings(self, recorded: Any, met: Mapping[str, int]) -> None:
+        """Raises KilnError KLN207 where other rows meet these than a manifest recorded."""
+        found = self.details(met)
+        if found != recorded:
+            raise KilnError(
+                "KLN207",
+                f"admit_manifest.json does not say what meets the held-out rows: {printable(recorded)}, found "
+                f"{printable(found)}",
+                hint="run `kiln admit` again",
+            )
+
     def _rows(self) -> list[dict[str, Any]]:
         return [
             {"given": each.given, "kind": each.kind, "sets": [rows.identity() for rows in each.sets]}

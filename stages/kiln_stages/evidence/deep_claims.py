@@ -24,6 +24,7 @@ from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import FileRef, IngestionReceipt, StageManifest, TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages import prepare
+from kiln_stages.admitting.admission import TRAINED_SPLIT
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, PackedRow, read_corpus
 from kiln_stages.admitting.inputs import open_again
@@ -38,7 +39,7 @@ from kiln_stages.workers import Workers
 
 PREPARED_AGAIN = "the raw rows can be prepared again"
 # What a missing file, model or plugin is refused with: then there is nothing to derive from.
-_NOT_HERE = ("KLN204", "KLN212", "KLN302")
+_NOT_HERE = ("KLN204", "KLN212", "KLN301", "KLN302")
 _COMPARED = ("config_sha256", "counts", "details", "inputs", "outputs")  # of a manifest, but for versions and times
 
 
@@ -125,6 +126,9 @@ def _admit_claims(
                 continue
             ingestion = receipt.data.sft_ingestion if source.split == "corpus" else None
             yield from _split_claims(run, config, manifest, tally, seen, ingestion)
+            if held_out is not None and source.split == TRAINED_SPLIT:
+                said, found = manifest.details.get("held_out"), held_out.details(tally.met)
+                yield claim("held-out rows meet the rows that the manifest says", partial(compare, "met", said, found))
 
 
 def _check_terms(manifest: StageManifest, contract: Contract) -> str:
