@@ -165,7 +165,7 @@ def page(found: Plan) -> str:
         if step.state is not None:
             rows[-1].append(step.state)
     changes = [
-        f"step {step.name}: {what}: {printable(then, 80)}, now {printable(now, 80)}"
+        f"step {step.name}: {what}: {printable(then)}, now {printable(now, 400)}"
         for step in found.steps
         for what, then, now in step.changes
     ]

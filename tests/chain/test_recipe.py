@@ -429,6 +429,21 @@ def test_a_first_step_that_comes_out_the_same_leaves_the_second_as_it_is(
     assert looks(project / OUT / "second") == second
 
 
+def test_other_held_out_rows_are_named(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+    project = mine(fresh)
+    held = project / "held.jsonl"
+    held.write_text(json.dumps(row(90)) + "\n")
+    edit(project, "[train]\n", '[admit]\nheld_out = ["held.jsonl"]\n[train]\n')
+    done = run(kiln, project)
+    assert done.code == 0, done.err
+    assert states(kiln, project) == ["done"] * 3
+    held.write_text(json.dumps(row(2)) + "\n")
+    done = run(kiln, project)
+    assert done.code == 2 and "\n  held-out rows: as they were admitted against, now the held-out rows of" in done.err
+    done = run(kiln, project, "--fresh")
+    assert done.code != 0 and "step 'first' (1 of 3): " in done.err, "a row of the step is one of them"
+
+
 def test_another_base_model_is_named(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
     project = mine(carried_out)
     weights = project / "model" / "model.safetensors"

@@ -107,7 +107,7 @@ class _CarryingOut:
         if not changes or self.options.fresh:
             return
         lines = "".join(
-            f"\n  {printable(one.what)}: {printable(one.then, 80)}, now {printable(one.now, 80)}" for one in changes
+            f"\n  {printable(one.what)}: {printable(one.then)}, now {printable(one.now, 400)}" for one in changes
         )
         raise KilnError(
             "KLN208",

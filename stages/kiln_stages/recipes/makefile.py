@@ -84,6 +84,8 @@ def _rules(placed: Placed) -> str:
         rows = _path(path)
     elif config.run.admit.file is not None:
         rows = _path(config.resolve(config.run.admit.file))
+    if config.run.admit.held_out and rows != "FORCE":
+        rows += " FORCE"  # what is held out may have changed, too
     made += _file_rule(_beside(placed, "toml"), _settings(config, placed.run.parent).splitlines())
     base = placed.run.parent / placed.step.base if placed.step.base is not None else None
     return made + TRAINING.format(

@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kiln_cli.config import ADMIT_SECTIONS, TRAIN_SECTIONS, LoadedConfig
+from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_manifest, read_receipt
 from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import FileRef, StageManifest, TrainReceipt
 from kiln_stages.admitting.contract import load_terms
+from kiln_stages.contamination.held_out import open_held_out_again
 from kiln_stages.exported_file import ExportedFile
 from kiln_stages.reading.transports import open_plain
 from kiln_stages.recipes.placing import Merging, Placed, Training
@@ -122,7 +124,17 @@ class Standings:
         )
         if not training.keeps_its_rows:
             found += _differing(("rows", [ref.sha256 for ref in admit.inputs], [_rows_sha256(training)]))
-        return found
+        return found or self._held_out_changes(training, admit)
+
+    def _held_out_changes(self, training: Training, admit: StageManifest) -> list[Changed]:
+        """Rows that no row of the step may meet; with others, other rows of the step might be refused."""
+        try:
+            open_held_out_again(training.config, training.run, self._plugins, admit)
+        except KilnError as error:
+            if error.code != "KLN207":
+                raise
+            return [Changed("held-out rows", "as they were admitted against", error.message)]
+        return []
 
     def _model(self, config: LoadedConfig) -> tuple[str, str]:
         directory = config.model_dir()
