@@ -237,3 +237,28 @@ def test_every_split_has_rows_where_there_are_components_enough() -> None:
 )
 def test_settings_that_contradict_themselves(config: SplitConfig) -> None:
     assert config.fault()
+
+
+def test_a_component_of_many_rows_that_moves_is_told_row_by_row_and_looked_at_once() -> None:
+    """Twenty thousand rows of one session: each for itself would be four hundred million looks."""
+    config, alone = SplitConfig(), keys_with_buckets(10, 85, 95)
+    many = [_row_of_session(_hash(f"row {number}")) for number in range(20_000)]
+    key = min(row.normalized_sha256 for row in many)
+    # A row that joins them with a smaller hash, whose bucket is in another split.
+    smaller = (f"sha256:{number:064x}" for number in itertools.count())
+    split = partition([*alone, *many], config)
+    drawn = next(each.drawn for each in split if each.key == key)
+    joining = next(text for text in smaller if partition([_row_of_session(text)], config)[0].drawn != drawn)
+    after = [*alone, *many, _row_of_session(joining)]
+    told = moves(
+        split_manifest("d", [*alone, *many], split, config),
+        split_manifest("d", after, partition(after, config), config),
+    )
+    assert len(told) == len(many)
+    assert {(move.reason, move.detail.split(";")[0]) for move in told} == {
+        ("union", "row 20004 has the same session_id (s)")
+    }
+
+
+def _row_of_session(text: str) -> RowKeys:
+    return RowKeys(content_sha256=text, normalized_sha256=text, session_id="s")

@@ -119,15 +119,15 @@ def add(
         given = stack.enter_context(open_plain(file, folder(registry)))
         stack.enter_context(run_lock(folder(registry), f"{LOCKED_FOR} add", instead="name another --registry"))
         before = _before(directory) if (directory / DATA).exists() else None
-        wanted = _wanted(before.settings if append and before is not None else None, source, mapping)
-        rows, choice = _rows_of(given, label, wanted, plugins, folder(registry), stack)
-        if append and before is not None and source == "auto":
-            _require_shape(rows, choice, label)
+        grown = before.settings if append and before is not None else None
+        rows, shape = _rows_of(given, label, _wanted(grown, source, mapping), plugins, folder(registry), stack)
+        if grown is not None and source == "auto":
+            _require_shape(rows, shape, label)
         added = sum(1 for _ in _texts(rows.stream, label))  # before anything is written: a row may be refused
         asked = Settings(
             dataset_name=name,
-            source=choice.name,
-            map=dict(mapping or (before.settings.map if append and before is not None else {})),
+            source=shape.name,
+            map=dict(mapping or (grown.map if grown is not None else {})),
             split=changed(SplitConfig(), options or {}),
         )
         again = before is not None and _stand_there(directory, rows, label, alone=not append)

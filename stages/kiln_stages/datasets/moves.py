@@ -41,19 +41,23 @@ class _Placed:
 
 def moves(before: SplitManifest, after: SplitManifest) -> list[Move]:
     """Every row of both whose split differs, in the order of ``after``; a row is known by its content."""
-    old = {row.content_sha256: row.split for row in before.rows}
-    moved = [row for row in after.rows if old.get(row.content_sha256, row.split) != row.split]
+    splits = {row.content_sha256: row.split for row in before.rows}
+    moved = [row for row in after.rows if splits.get(row.content_sha256, row.split) != row.split]
     if not moved:
         return []
     was, now = _Placed(before), _Placed(after)
+    reasons: dict[tuple[str, str], tuple[Reason, str]] = {}  # by component: all of its rows move, and for one reason
     found = []
     for row in moved:
-        reason, detail = _why(was, now, was.row[row.content_sha256], row.row_number - 1)
+        old, new = was.component[was.row[row.content_sha256]], now.component[row.row_number - 1]
+        if (old.key, new.key) not in reasons:
+            reasons[old.key, new.key] = _why(was, now, old, new)
+        reason, detail = reasons[old.key, new.key]
         found.append(
             Move(
                 row_number=row.row_number,
                 content_sha256=row.content_sha256,
-                before=old[row.content_sha256],
+                before=splits[row.content_sha256],
                 after=row.split,
                 reason=reason,
                 detail=detail,
@@ -62,10 +66,9 @@ def moves(before: SplitManifest, after: SplitManifest) -> list[Move]:
     return found
 
 
-def _why(was: _Placed, now: _Placed, before: int, after: int) -> tuple[Reason, str]:
+def _why(was: _Placed, now: _Placed, old: Component, new: Component) -> tuple[Reason, str]:
     if was.manifest.config != now.manifest.config:
         return "settings", "; ".join(_settings(was.manifest, now.manifest))
-    old, new = was.component[before], now.component[after]
     if old.key == new.key:
         return "repair", "; ".join([_drawn(new), *_repair(old, new)])
     repaired = f"; {new.split} would be empty without it" if new.repaired else ""
