@@ -1,7 +1,8 @@
 """``kiln admit``: rows in, token ids with proven labels out, and a receipt that names every row by hash.
 
-The rows are the prepared examples of a run (``kiln admit CONFIG --out RUN``), a file in a chat shape (``--file``), or
-rows that are handed over (``--row``, standard input, ``run(rows=...)``). All meet one contract, in ``admission.py``.
+The rows are the prepared examples of a run (``kiln admit CONFIG --out RUN``), a file in a chat shape (``--file``), a
+split of a named data set (``--dataset``), or rows that are handed over (``--row``, standard input, ``run(rows=...)``).
+All meet one contract, in ``admission.py``.
 A corpus that a teacher scored (``--kind opd``) has a contract of its own, in ``distilling``.
 """
 
