@@ -30,6 +30,9 @@ _NO_DIGITS = bytes(byte for byte in range(256) if byte not in b"0123456789")
 _TO_NOUGHTS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_INTEGER = b"0" * 19
 # Possessive: a string of megabytes must cost no memory for ways back that are never taken.
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_ALIKE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -114,13 +117,25 @@ def _flat_colons(value: dict[str, Any]) -> int:
 def _is_sound(text: bytes, value: Any, colons: int) -> bool:
     """Whether a decoded value has no fault that msgspec lets pass: too deep, an integer too long, a key twice.
 
-    Each object around another costs a colon, so brackets and colons bound the depth.
+    Each object around another costs a colon, so brackets and colons bound the depth. A row of many small objects is
+    beyond that bound, and its brackets are looked at.
     """
     return (
-        text.count(b"[") + colons < MAX_DEPTH
+        (text.count(b"[") + colons < MAX_DEPTH or _nests_little(text))
         and (len(text.translate(None, _NO_DIGITS)) < 19 or _LONG_INTEGER not in text.translate(_TO_NOUGHTS))
         and colons == _encode(value).count(b":")
     )
+
+
+def _nests_little(text: bytes) -> bool:
+    """Whether a text of sound syntax nests at most ``MAX_DEPTH`` arrays and objects: of its brackets, strings left out,
+    the innermost pairs are taken away, one level at a time."""
+    brackets = _STRINGS.sub(b"", text).translate(_ALIKE, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        if not brackets:
+            break
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
 
 
 def _parse_suspect(text: bytes, negative_zero: bool) -> Any:

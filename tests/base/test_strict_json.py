@@ -172,6 +172,20 @@ def test_depth_counts_no_brackets_in_strings_and_no_siblings() -> None:
     assert parse(b"[" + b"[]," * 500 + b"[]]") == [[]] * 501
 
 
+@pytest.mark.parametrize("pair", [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
+@pytest.mark.parametrize("string", [b'""', b'"]["', b'"[[[[}}}}"', b'"\\"]\\\\"', b'"{]"'])
+def test_depth_of_a_row_of_many_small_objects(pair: tuple[bytes, bytes], string: bytes) -> None:
+    """Such a row has more colons than it may nest; strings of brackets neither hide depth nor make it up."""
+    many = b",".join(b'{"k":%s,"n":[%s]}' % (string, string) for _ in range(200))
+    levels = len(pair[0].replace(b'"a":', b""))
+    for depth, expected in ((120, None), (126, None), (128, "too_deep"), (250, "too_deep")):
+        times = depth // levels
+        text = b'{"x":[%s],"y":%s%s%s}' % (many, pair[0] * times, string, pair[1] * times)
+        assert verdict(text) == expected, depth
+    hidden = b'{"x":[%s],"y":%s%s}' % (many, b'["]",' * 200 + b"1", b',"["]' * 200)
+    assert verdict(hidden) == "too_deep"
+
+
 def test_depth_of_a_text_that_never_closes() -> None:
     assert verdict(b"[" * 128) == "too_deep"
     assert verdict(b"[" * 127) == "syntax"

@@ -37,12 +37,13 @@ class Judge:
     def judge(self, example: Example, row_index: int, line: int) -> Verdict:
         """A fault of tokens stands beside others of its kind; one that comes before them stands alone."""
         try:
-            found, texts = self._find(example)
-            expected = [(found.input_ids[at], texts[at]) for at in found.action_targets]
-            require_count(example.entries, expected)
+            found = self._find(example)
+            expected = [found.input_ids[at] for at in found.action_targets]
+            text_of = _Texts(self._targets, found)
+            require_count(example.entries, expected, text_of)
         except RowFault as fault:
             return Verdict(None, [fault])
-        faults = list(id_faults(example.entries, expected, required=self._require_ids))
+        faults = list(id_faults(example.entries, expected, text_of, required=self._require_ids))
         scores = [narrowed(entry) for entry in example.entries]
         for at, (entry, values) in enumerate(zip(example.entries, scores, strict=True)):
             broken = candidate_fault(entry, values, at, self.top_k, self._vocabulary)
@@ -69,11 +70,23 @@ class Judge:
             notes=found.notes,
         )
 
-    def _find(self, example: Example) -> tuple[Targets, list[str]]:
-        """The targets of an example and the text of each of its tokens. Raises RowFault."""
+    def _find(self, example: Example) -> Targets:
+        """The targets of an example. Raises RowFault."""
         if not example.messages:
             raise RowFault("empty_messages", "the example has no messages", "/messages")
         if not example.response:
             raise RowFault("empty_teacher_response", "the text is empty", "/teacher_response")
-        found = self._targets.find(example.messages, example.response, example.segments)
-        return found, self._targets.token_texts(found)
+        return self._targets.find(example.messages, example.response, example.segments)
+
+
+class _Texts:
+    """The texts of targets by number. They take a second encoding, which only a row with a fault is worth."""
+
+    def __init__(self, finder: TargetFinder, targets: Targets) -> None:
+        self._finder, self._targets = finder, targets
+        self._texts: list[str] | None = None
+
+    def __call__(self, number: int) -> str:
+        if self._texts is None:
+            self._texts = self._finder.token_texts(self._targets)
+        return self._texts[self._targets.action_targets[number]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from kiln_cli.errors import RowFault
@@ -22,27 +22,31 @@ SENTINEL = -9999.0
 SUSPECT = -100.0  # another such stand-in, but also a number that a model may give: noted, not refused
 
 
-def require_count(entries: Sequence[Entry], targets: Sequence[tuple[int, str]]) -> None:
-    """One entry a target. ``targets``: id and text of each.
+TextOf = Callable[[int], str]  # the text of a target, by its number; asked for messages alone
+
+
+def require_count(entries: Sequence[Entry], targets: Sequence[int], text_of: TextOf) -> None:
+    """One entry a target. ``targets``: the id of each.
 
     Raises RowFault ``teacher_token_count_mismatch`` with both counts and the first entry that differs.
     """
     if len(entries) == len(targets):
         return
     counts = f"expected {len(targets)} entries, one for each target, found {len(entries)}"
-    detail = f"{counts}; {_first_difference(entries, targets)}"
+    detail = f"{counts}; {_first_difference(entries, targets, text_of)}"
     raise RowFault("teacher_token_count_mismatch", detail, "/teacher_tokens")
 
 
-def _first_difference(entries: Sequence[Entry], targets: Sequence[tuple[int, str]]) -> str:
-    for at, (entry, (token_id, text)) in enumerate(zip(entries, targets, strict=False)):
+def _first_difference(entries: Sequence[Entry], targets: Sequence[int], text_of: TextOf) -> str:
+    for at, (entry, token_id) in enumerate(zip(entries, targets, strict=False)):
+        wanted = _named(token_id, text_of(at))
         if entry.token_id is None and entry.token is None:
-            return f"entry {at} names no token, the target is {_named(token_id, text)}"
-        if entry.token_id not in (None, token_id) or (entry.token_id is None and entry.token != text):
-            return f"entry {at} is {_named(entry.token_id, entry.token)}, the target is {_named(token_id, text)}"
+            return f"entry {at} names no token, the target is {wanted}"
+        if entry.token_id not in (None, token_id) or (entry.token_id is None and entry.token != text_of(at)):
+            return f"entry {at} is {_named(entry.token_id, entry.token)}, the target is {wanted}"
     shorter = min(len(entries), len(targets))
     if shorter == len(entries):
-        return f"the first target without an entry is {shorter}, {_named(*targets[shorter])}"
+        return f"the first target without an entry is {shorter}, {_named(targets[shorter], text_of(shorter))}"
     return f"the first entry without a target is {shorter}, {_named(entries[shorter].token_id, entries[shorter].token)}"
 
 
@@ -51,16 +55,19 @@ def _named(token_id: int | None, text: str | None) -> str:
     return " ".join(part for part in (shown, "" if token_id is None else f"(id {token_id})") if part) or "unnamed"
 
 
-def id_faults(entries: Sequence[Entry], targets: Sequence[tuple[int, str]], *, required: bool) -> Iterator[RowFault]:
+def id_faults(
+    entries: Sequence[Entry], targets: Sequence[int], text_of: TextOf, *, required: bool
+) -> Iterator[RowFault]:
     """Every entry's own id against its target: ``token_id_mismatch``; ``token_id_missing`` where one is required."""
-    for at, (entry, (token_id, text)) in enumerate(zip(entries, targets, strict=True)):
+    for at, (entry, token_id) in enumerate(zip(entries, targets, strict=True)):
         pointer = f"/teacher_tokens/{at}/token_id"
         if entry.token_id is None:
             if required:
-                detail = f"the entry names no token_id, and every one must; the target is {_named(token_id, text)}"
+                wanted = _named(token_id, text_of(at))
+                detail = f"the entry names no token_id, and every one must; the target is {wanted}"
                 yield RowFault("token_id_missing", detail, pointer)
         elif entry.token_id != token_id:
-            detail = f"token_id is {entry.token_id}, the target is {_named(token_id, text)}"
+            detail = f"token_id is {entry.token_id}, the target is {_named(token_id, text_of(at))}"
             yield RowFault("token_id_mismatch", detail, pointer)
 
 

@@ -316,8 +316,9 @@ def _hold(
             (targets.input_ids[at], text)
             for at, text in zip(targets.action_targets, _texts(work, targets), strict=True)
         ]
-        require_count(example.entries, wanted)
-        for fault in id_faults(example.entries, wanted, required=True):
+        ids, texts = [token_id for token_id, _ in wanted], [text for _, text in wanted]
+        require_count(example.entries, ids, texts.__getitem__)
+        for fault in id_faults(example.entries, ids, texts.__getitem__, required=True):
             raise fault
         for at, (written, (token_id, text)) in enumerate(zip(entries, wanted, strict=True)):
             _require_as_written(work, written, at, token_id, text)
