@@ -45,7 +45,7 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     """``teacher``: an alias of the registry. ``top_k``: candidates asked for, resolved by :func:`resolve_top_k`.
     ``require_token_ids``: every scored token must name its id. ``other_tokenizer_config``: a teacher whose tokenizer
     has the student's vocabulary and other settings is taken, if every scored token names its id.
-    ``echo``: off where it is left out.
+    ``echo``: off where it is left out. ``heldout_file``: a second scored corpus, which is never trained on.
     """
 
     teacher: NonEmpty | None = None
@@ -56,6 +56,7 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     require_token_ids: bool = False
     other_tokenizer_config: bool = False
     echo: EchoConfig | None = None
+    heldout_file: NonEmpty | None = None
     tail_bucket: bool = False
     coverage: bool = False
     samples_per_prompt: Count = 1

@@ -207,16 +207,84 @@ class DropSummary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReceiptData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The account of the rows. examples_trained == rows kept x epochs after a complete run."""
+    """The account of the rows. examples_trained == rows kept x epochs after a complete run.
+
+    The receipt of the admission of conversations, or of a scored corpus (``kiln.scored-ingestion.v1``): one is there.
+    """
 
     examples_read: int
     examples_filtered: int
     examples_trained: int
-    sft_ingestion: IngestionReceipt
+    sft_ingestion: IngestionReceipt | UnsetType = UNSET
+    scored_ingestion: dict[str, Any] | UnsetType = UNSET
+
+    @property
+    def examples_kept(self) -> int:
+        return self.examples_read - self.examples_filtered
+
+    def conversations(self) -> IngestionReceipt:
+        """The receipt of the admission of conversations. Raises ValueError for a distillation, which has none."""
+        if isinstance(self.sft_ingestion, IngestionReceipt):
+            return self.sft_ingestion
+        raise ValueError("data.sft_ingestion is absent: the training is no one on conversations")
+
+
+class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of how many scored tokens the corpus itself names the id, which admission held against the target."""
+
+    proven: int
+    of: int
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Means over a step's action tokens, at the first step and at the last: the teacher's mass within its top K, and
+    the student's mass outside of it."""
+
+    teacher_mass_top_k: tuple[float, float]
+    student_mass_outside: tuple[float, float]
+
+
+class OpdBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A distillation, as the public server's receipt has it; ``alignment``, ``tail_bucket`` and ``coverage`` are ours.
+
+    Losses are the reverse KL, in nats an action token, of the first step and of the last; ECHO is not in them.
+    """
+
+    training_mode: str
+    objective: str
+    loss_granularity: str
+    teacher_id: str
+    teacher_content_revision: str
+    teacher_identity: dict[str, Any]
+    top_k: int
+    samples_per_prompt: int
+    action_tokens: int
+    env_tokens: int
+    echo_combined: bool
+    echo_lambda: float | None
+    initial_opd_loss: float | None
+    final_opd_loss: float | None
+    alignment: Alignment
+    tail_bucket: bool
+    coverage: Coverage | None
+
+
+class EchoBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``enabled``: whether ECHO was added to a step at all; ``dropped_reason`` says why not. The cross-entropies are of
+    the first step and of the last that had observed tokens: the sum over them / all observation tokens, in nats."""
+
+    enabled: bool
+    lambda_: float | None = msgspec.field(name="lambda")
+    env_mask_mode: str | None
+    warning_filter: bool | None
+    initial_env_ce: float | None
+    final_env_ce: float | None
+    dropped_reason: str | UnsetType = UNSET
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out loss in nats per supervised token, before the first step and after the last."""
+    """Held-out loss in nats per supervised token, before the first step and after the last. Of scored rows it is the
+    reverse KL."""
 
     rows: int
     supervised_tokens: int
@@ -295,6 +363,8 @@ class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hyperparameters: dict[str, Any]
     data: ReceiptData
     token_counts: dict[str, int]
+    opd: OpdBlock | UnsetType = UNSET
+    echo: EchoBlock | UnsetType = UNSET
     steps: int
     loss_log_sha256: str | None
     held_out: Held | None
@@ -312,6 +382,10 @@ class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     produced: dict[str, Any] = {}
     content_sha256: str = ""
     receipt_sha256: str = ""
+
+    def tokens(self) -> int:
+        """Tokens that the committed steps went over, each as often as its row was visited."""
+        return sum(self.token_counts.get(name, 0) for name in ("action_tokens", "context_tokens", "env_tokens"))
 
     def seal(self) -> None:
         """Fills in both digests."""

@@ -28,6 +28,7 @@ from kiln_cli.manifests import (
 from kiln_cli.receipts import FileRef, StageManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
+from kiln_stages.distilling.admitted import require_conversations
 from kiln_stages.evidence.dataset_card import Split, dataset_card, shown_locator
 from kiln_stages.exported_file import ExportedFile
 from kiln_stages.training.packages import require_train_extra
@@ -102,6 +103,7 @@ def run(run_directory: Path, layout: str = "hf", out: Path | None = None) -> Exp
         raise KilnError("KLN201", f"no such layout: {printable(layout)!r}", hint=f"there are {', '.join(LAYOUTS)}")
     target = out if out is not None else run_directory / f"export-{layout}"
     manifest = read_manifest(run_directory, "admit")
+    require_conversations(manifest, "kiln export --layout")
     splits = _splits(run_directory, manifest)
     contents = _contents(run_directory, manifest, splits)
     unchanged = _holds_already(target, contents)

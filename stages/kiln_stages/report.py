@@ -72,7 +72,7 @@ def run(run_directory: Path, against: Path | None = None) -> Report:
     speed = receipt.produced.get("training_tokens_per_second")
     return Report(
         rows=_rows(run_directory),
-        tokens=sum(receipt.token_counts.values()),
+        tokens=receipt.tokens(),
         supervised_tokens=receipt.token_counts.get("action_tokens", 0),
         steps=receipt.steps,
         loss_before=receipt.held_out.loss_before if receipt.held_out else None,
@@ -149,7 +149,7 @@ def _rows(run_directory: Path) -> list[tuple[str, int]]:
             rows += [("  unused", drops.unused), ("  kept in splits", drops.kept)]
     for split, counts in admit.counts.items():
         rows.append((f"rows offered to {split}", counts["rows_read"]))
-        rows += [(f"  rejected: {name}", count) for name, count in nonzero(counts["reasons"]).items()]
+        rows += [(f"  rejected: {name}", count) for name, count in nonzero(counts.get("reasons", {})).items()]
         rows.append(("  admitted", counts["rows_kept"]))
     return rows
 

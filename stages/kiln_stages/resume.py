@@ -137,7 +137,7 @@ def _list_what_else_differs(
     """Raises KilnError KLN209 where inputs that changed after admit are not all that differs from the checkpoint."""
     from kiln_stages.training.moved_inputs import refuse_with_all_differences
 
-    if changed.code != "KLN207":
+    if changed.code not in ("KLN207", "KLN112"):  # 112: a scored corpus that is refused now
         return
     try:
         loaded = _choose(out / "train", checkpoint, out)

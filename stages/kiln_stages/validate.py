@@ -42,6 +42,7 @@ from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
 from kiln_stages.datasets import checking, entry
+from kiln_stages.distilling.ingestion import SCORED_INGESTION_SCHEMA, ScoredIngestion
 from kiln_stages.evidence.claims import Claim, data_claims, file_claims, manifest_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.preparing.screening import POSITIONAL, Drop, Screen
@@ -190,8 +191,8 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
             return "config", "it is a request: a source of rows and their settings"
         if document.get("schema") == MANIFEST_SCHEMA:
             return "manifest", f"schema is {MANIFEST_SCHEMA}"
-        if document.get("schema") == INGESTION_SCHEMA:
-            return "ingestion", f"schema is {INGESTION_SCHEMA}"
+        if document.get("schema") in (INGESTION_SCHEMA, SCORED_INGESTION_SCHEMA):
+            return "ingestion", f"schema is {document['schema']}"
         if document.get("manifest_type") == MANIFEST_TYPE:
             return "checkpoint", f"manifest_type is {MANIFEST_TYPE}"
     with TemporaryDirectory() as scratch, open_plain(path, Path(scratch)) as plain:
@@ -330,12 +331,18 @@ def _ingestion(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | 
     """An ingestion receipt: its form, then every contradiction in it."""
     yield None
     try:
-        receipt = read_document(path, IngestionReceipt, INGESTION_SCHEMA)
+        receipt = _read_ingestion(path)
     except KilnError as error:
         yield Finding(file=printable(path), reason=error.code, detail=error.message)
         return
     for fault in receipt.faults():
         yield Finding(file=printable(path), reason="contradiction", detail=printable(fault))
+
+
+def _read_ingestion(path: Path) -> IngestionReceipt | ScoredIngestion:
+    if (_whole_document(path) or {}).get("schema") == SCORED_INGESTION_SCHEMA:
+        return read_document(path, ScoredIngestion, SCORED_INGESTION_SCHEMA)
+    return read_document(path, IngestionReceipt, INGESTION_SCHEMA)
 
 
 def _checkpoint_manifest(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:

@@ -52,6 +52,7 @@ from kiln_stages.evidence.claims import (
     require,
 )
 from kiln_stages.evidence.digests import Digest, Digests
+from kiln_stages.evidence.distillation_claims import scored_claims
 from kiln_stages.evidence.output_claims import output_claims
 from kiln_stages.evidence.receipt_claims import kind_of, receipt_claims
 from kiln_stages.evidence.recipe_claims import read_manifest_of, recipe_claims
@@ -261,16 +262,22 @@ class _Verification:
         yield from self._stage_claims(admit)
         yield from file_claims(self.run, admit, self.digests)
         yield claim("inputs are the admitted rows", lambda: self._check_inputs(admit))
+        if isinstance(self.receipt.data.sft_ingestion, IngestionReceipt):
+            yield from self._conversation_claims(admit)
+        else:
+            yield from scored_claims(self.run, self.receipt, admit, self.digests)
+        yield claim("tokenizer and template are the admitted ones", lambda: self._check_tokenizer(admit))
+        yield claim("tokenizer files are the admitted ones", lambda: self._check_tokenizer_files(admit))
+        yield claim("another file names the same kiln and plugins", lambda: self._check_plugins(admit))
+
+    def _conversation_claims(self, admit: StageManifest) -> Iterator[Claim]:
         yield claim("admit/sft_ingestion.json is the receipt's ingestion", self._check_ingestion_file)
-        if self.receipt.data.sft_ingestion.source == NAMED:
+        if self.receipt.data.conversations().source == NAMED:
             yield claim("training_data is the data set of admit_manifest.json", lambda: self._check_dataset(admit))
         yield claim("the corpus holds the rows and tokens of the receipt", lambda: self._check_corpus(admit))
         if self.receipt.status == "success":
             name = "held-out rows and tokens are those of admit/heldout.parquet"
             yield claim(name, lambda: self._check_held_out(admit))
-        yield claim("tokenizer and template are the admitted ones", lambda: self._check_tokenizer(admit))
-        yield claim("tokenizer files are the admitted ones", lambda: self._check_tokenizer_files(admit))
-        yield claim("another file names the same kiln and plugins", lambda: self._check_plugins(admit))
 
     def _check_manifest_file(self, path: Path) -> str:
         expected: dict[str, str] = self.receipt.produced.get("manifest_files", {})
@@ -290,16 +297,16 @@ class _Verification:
     def _check_ingestion_file(self) -> str:
         path = require(self.run / "admit" / "sft_ingestion.json")
         found = read_document(path, IngestionReceipt, INGESTION_SCHEMA)
-        return differ("its identity", found.identity(), self.receipt.data.sft_ingestion.identity())
+        return differ("its identity", found.identity(), self.receipt.data.conversations().identity())
 
     def _check_dataset(self, admit: StageManifest) -> str:
         provenance = admit.details["rows"].get("provenance")
-        expected = training_data(self.receipt.data.sft_ingestion, provenance)
+        expected = training_data(self.receipt.data.conversations(), provenance)
         return compare("training_data", self.receipt.training_data, expected)
 
     def _check_corpus(self, admit: StageManifest) -> str:
         receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"), self.digests)
-        if found.hashes != (hashes := receipt.data.sft_ingestion.kept_row_hashes):
+        if found.hashes != (hashes := receipt.data.conversations().kept_row_hashes):
             return f"{len(found.hashes)} rows in the corpus, {len(hashes)} kept hashes in the receipt, and they differ"
         times = kind_of(receipt).times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(found.hashes))
         action = sum(map(mul, times, found.supervised))

@@ -19,6 +19,7 @@ from kiln_cli.manifests import manifest_path, read_manifest
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
+from kiln_stages.distilling.admitted import require_conversations
 from kiln_stages.seeing.journey import (
     AdmitPart,
     FirstRow,
@@ -69,6 +70,8 @@ def run(run_directory: Path, text: str, plugins: Plugins) -> Why:
     manifest, KLN207 for evidence that changed."""
     selector = parse(text)
     admit = read_manifest(run_directory, "admit") if manifest_path(run_directory, "admit").exists() else None
+    if admit is not None:
+        require_conversations(admit, "kiln why")
     if admit is not None and admit.previous is None:
         found = find_given(run_directory, admit, selector)
     else:

@@ -60,7 +60,9 @@ def of_inputs(
     model = terms.files.directory
     files = [model / name for name in (*TOKENIZER_FILES, "config.json") if (model / name).is_file()]
     file = config.run.admit.file
-    rows = [out / name for name in SPLITS.values()] if file is None else [config.resolve(file)]
+    held_out = config.run.distill.heldout_file if teacher is not None else None
+    given = [config.resolve(name) for name in (file, held_out) if name is not None]
+    rows = [out / name for name in SPLITS.values()] if file is None else given
     if not all(path.is_file() for path in rows):
         return None
     settings = {

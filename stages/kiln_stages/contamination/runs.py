@@ -77,7 +77,13 @@ def run_sets(name: str, run: Path, wanted: str | None, reader: Reader) -> Iterat
 
 def receipt_set(name: str, path: Path, document: IngestionReceipt | TrainReceipt, reader: Reader) -> RowSet:
     """The kept rows of a receipt."""
-    receipt = document if isinstance(document, IngestionReceipt) else document.data.sft_ingestion
+    if isinstance(document, TrainReceipt) and not isinstance(document.data.sft_ingestion, IngestionReceipt):
+        raise KilnError(
+            "KLN204",
+            f"{name} is the receipt of a distillation: scored rows have no hashes of conversations",
+            hint="name the conversations that were scored",
+        )
+    receipt = document if isinstance(document, IngestionReceipt) else document.data.conversations()
     sha256, size = hash_file(path)
     run, split = _run_of(path, document, sha256)
     if run is None:

@@ -96,7 +96,7 @@ def read_marked(run: Path, receipt: TrainReceipt) -> Marked | None:
 
 
 def _mark(config: LoadedConfig, run: Path, receipt: TrainReceipt) -> Marked:
-    rows = require_admitted(run, receipt.data.sft_ingestion)
+    rows = require_admitted(run, receipt.data.conversations())
     path = store_path(config.resolve(config.run.admit.registry))
     read_store(path)  # one that is missing is an error, and no reason to make a directory
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -40,6 +41,7 @@ from kiln_stages.distilling.corpus import (
     judged_parts,
 )
 from kiln_stages.distilling.duplicates import SeenRows
+from kiln_stages.distilling.held_out import HELD_OUT, HELD_OUT_RECEIPT, Apart, held_out_config
 from kiln_stages.distilling.ingestion import RECEIPT, SCORED_INGESTION_SCHEMA, ScoredIngestion
 from kiln_stages.distilling.rows import SCORED_CORPUS_SCHEMA, PackedScoredRow, ScoredCorpusDigest, ScoredWriter
 from kiln_stages.reading.ranges import hash_stream
@@ -56,6 +58,25 @@ class Scored(NamedTuple):
     receipt: ScoredIngestion
     binding: Binding
     counts: dict[str, Any]
+
+
+class _Admitted(NamedTuple):
+    """A corpus that holds, and where its rows and its receipt are written."""
+
+    split: str
+    rows: ScoredWriter
+    receipt: str
+    scored: Scored
+
+    def outputs(self, out: Path) -> list[FileRef]:
+        """Writes the receipt. The rows are written by now."""
+        found = self.scored.receipt
+        assert self.rows.file is not None
+        written = write_file(out / self.receipt, document(found))
+        return [
+            reference(self.rows.file, out, self.split, schema=SCORED_CORPUS_SCHEMA, rows=found.examples),
+            reference(written, out, "ingestion_receipt", schema=SCORED_INGESTION_SCHEMA),
+        ]
 
 
 def is_scored(config: LoadedConfig, *, handed_over: bool) -> bool:
@@ -97,13 +118,15 @@ def admit_scored(
     progress: Progress = SILENT,
     on_fault: OnFault | None = None,
 ) -> tuple[StageManifest, bool]:
-    """Writes ``admit/corpus.parquet``, its receipt and, last, the manifest; and whether nothing changed.
+    """Writes ``admit/corpus.parquet``, its receipt, the same of a held-out corpus, and, last, the manifest; and whether
+    nothing changed.
 
     ``on_fault`` is told of every fault, in the order of the lines; without it reading ends where nothing can come
     before a fault that was found. The caller holds the run's lock.
 
     Raises KilnError: KLN112 with the first fault by the order of the contract, KLN107 for a file without an example,
-    KLN204 for one that cannot be read, KLN207 for one that changes meanwhile, and those of ``binding.bind``.
+    KLN109 for a held-out example that is trained on, KLN204 for a file that cannot be read, KLN207 for one that changes
+    meanwhile, and those of ``binding.bind``.
     """
     started = time.monotonic()
     teacher, terms = pinned_teacher(config), load_terms(config, plugins)
@@ -113,24 +136,27 @@ def admit_scored(
         return done, True
     contract = build_contract(config, terms)
     require_markers(contract)
-    with ScoredWriter(out / CORPUS) as corpus:
-        scored = read_scored(
-            config, contract, corpus.write, workers=workers, progress=progress, label="admit", on_fault=on_fault
-        )
-    assert corpus.file is not None
-    written = write_file(out / RECEIPT, document(scored.receipt))
+    read, apart = partial(read_scored, workers=workers, progress=progress, on_fault=on_fault), Apart(config)
+    with ExitStack() as stack:
+        corpus = stack.enter_context(ScoredWriter(out / CORPUS))
+        scored = read(config, contract, apart.corpus(corpus.write), label="admit")
+        admitted = [_Admitted("corpus", corpus, RECEIPT, scored)]
+        if (second := held_out_config(config)) is not None:
+            rows = stack.enter_context(ScoredWriter(out / HELD_OUT))
+            found = read(second, contract, apart.held_out(rows.write), label="admit: held out")
+            admitted.append(_Admitted("heldout", rows, HELD_OUT_RECEIPT, found))
     manifest = StageManifest(
         stage="admit",
         kiln_version=version(),
         plugins=plugins.loaded(),
         config_sha256=config.sha256(*DISTILL_SECTIONS),
-        inputs=[_input(scored.receipt)],
-        outputs=[
-            reference(corpus.file, out, "corpus", schema=SCORED_CORPUS_SCHEMA, rows=scored.receipt.examples),
-            reference(written, out, "ingestion_receipt", schema=SCORED_INGESTION_SCHEMA),
-        ],
-        counts={"corpus": scored.counts},
-        details=_details(scored, contract),
+        inputs=[_input(each.scored.receipt) for each in admitted],
+        outputs=[ref for each in admitted for ref in each.outputs(out)],
+        counts={each.split: each.scored.counts for each in admitted},
+        details={
+            **_details(scored, contract),
+            "admitted_sha256": {each.split: each.scored.receipt.scored_corpus_sha256 for each in admitted},
+        },
     )
     write_file(out / "config.resolved.toml", config.resolved_toml(out))
     unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
@@ -184,6 +210,7 @@ def account(manifest: StageManifest, out: Path, *, unchanged: bool) -> str:
         ["  tokens", counts["tokens"]],
         ["  action tokens, scored", counts["action_tokens"]],
         ["  observation tokens", counts["observation_tokens"]],
+        *([["held out: examples", held["rows_kept"]]] if (held := manifest.counts.get("heldout")) else []),
     ]
     lines = [
         f"admit: scored by {printable(teacher.alias)} (revision {teacher.content_revision[:12]}), "
@@ -383,6 +410,5 @@ def _details(scored: Scored, contract: Contract) -> dict[str, Any]:
         "rows": {"from": "file", "shape": receipt.source, "packing": "lines", "elements": False},
         "teacher_tokenizer": binding.tokenizer_config,
         "vocabulary": binding.vocabulary,
-        "admitted_sha256": {"corpus": receipt.scored_corpus_sha256},
         **contract.details(contract.chat_mode),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kiln_cli.errors import KilnError
+from kiln_cli.errors import KilnError, not_built
 from kiln_cli.receipts import StageManifest
 from kiln_cli.text import printable
 from kiln_stages.distilling.identity import TeacherIdentity
@@ -40,6 +40,15 @@ class ScoredCorpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     top_k: int
     alignment: Alignment
     rows_sha256: str
+
+
+def require_conversations(admit: StageManifest, command: str) -> None:
+    """Raises KilnError KLN211 for a command that is not built for the rows of a scored corpus."""
+    if DETAILS in admit.details:
+        raise not_built(
+            f"{command} for a scored corpus",
+            "`kiln validate`, `kiln status`, `kiln report` and `kiln verify-receipt` tell of a distillation",
+        )
 
 
 def scored_corpus(admit: StageManifest) -> ScoredCorpus | None:

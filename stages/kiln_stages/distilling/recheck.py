@@ -5,6 +5,7 @@ What admission left behind is never believed by itself: not the rows, not the re
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,10 @@ from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import StageManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
-from kiln_stages.admitting.contract import build_contract, load_terms
+from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.recheck import require_same_terms
 from kiln_stages.distilling.admission import read_scored
+from kiln_stages.distilling.held_out import HELD_OUT_RECEIPT, Apart, Keep, held_out_config
 from kiln_stages.distilling.ingestion import RECEIPT, ScoredIngestion, read_scored_ingestion
 from kiln_stages.distilling.rows import PackedScoredRow
 
@@ -25,7 +27,7 @@ from kiln_stages.distilling.rows import PackedScoredRow
 def require_same_scored_admission(
     config: LoadedConfig, out: Path, plugins: Plugins, manifest: StageManifest, progress: Progress
 ) -> ScoredIngestion:
-    """Reads and judges the whole corpus again; returns its receipt.
+    """Reads and judges the whole corpus again, and the held-out one; returns the receipt of the first.
 
     Raises KilnError KLN207 with the first field of the receipt that comes out otherwise (the file's path or bytes, the
     teacher, a count, the rows), and as admission does for a corpus that no longer holds, an alias that is pinned to
@@ -33,17 +35,38 @@ def require_same_scored_admission(
     """
     terms = load_terms(config, plugins)
     require_same_terms(terms, manifest)
-    written = read_scored_ingestion(out / RECEIPT)
-    found = read_scored(config, build_contract(config, terms), _forget, progress=progress, label="check admission")
-    _require_equal(out / RECEIPT, written, found.receipt)
-    expected = manifest.details["admitted_sha256"].get("corpus")
-    if expected != found.receipt.scored_corpus_sha256:
+    contract = build_contract(config, terms)
+    again = partial(_again, out=out, contract=contract, manifest=manifest, progress=progress)
+    apart, second = Apart(config), held_out_config(config)
+    found = again(config, keep=apart.corpus(_forget), receipt=RECEIPT, split="corpus")
+    if second is not None:
+        again(second, keep=apart.held_out(_forget), receipt=HELD_OUT_RECEIPT, split="heldout")
+    return found
+
+
+def _again(
+    config: LoadedConfig,
+    *,
+    out: Path,
+    contract: Contract,
+    manifest: StageManifest,
+    progress: Progress,
+    keep: Keep,
+    receipt: str,
+    split: str,
+) -> ScoredIngestion:
+    written = read_scored_ingestion(out / receipt)
+    label = f"check admission: {split}"
+    found = read_scored(config, contract, keep, progress=progress, label=label).receipt
+    _require_equal(out / receipt, written, found)
+    expected = manifest.details["admitted_sha256"].get(split)
+    if expected != found.scored_corpus_sha256:
         raise KilnError(
             "KLN207",
-            f"the scored rows now have identity {found.receipt.scored_corpus_sha256}, expected {expected}",
+            f"the scored rows of {split} now have identity {found.scored_corpus_sha256}, expected {expected}",
             hint="run `kiln admit` again",
         )
-    return found.receipt
+    return found
 
 
 def _forget(row: PackedScoredRow) -> None:

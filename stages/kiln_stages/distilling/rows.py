@@ -126,6 +126,17 @@ def pack(row: ScoredRow) -> PackedScoredRow:
     )
 
 
+def spans(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open ranges of ascending places, as few as there can be."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        else:
+            found.append((place, place + 1))
+    return found
+
+
 def row_identity(row: PackedScoredRow) -> str:
     """The identity of a scored row: all that is trained on, and nothing else.
 
@@ -157,6 +168,14 @@ class ScoredCorpusDigest:
 
     def text(self) -> str:
         return "sha256:" + self._hasher.hexdigest()
+
+
+def scored_sha256(path: Path) -> str:
+    """The identity of a scored corpus on disk. Raises KilnError KLN206 as :class:`ScoredRows` does."""
+    digest = ScoredCorpusDigest()
+    for row in ScoredRows(path):
+        digest.update(row.row_sha256)
+    return digest.text()
 
 
 class ScoredWriter(PartsWriter[PackedScoredRow]):

@@ -22,6 +22,7 @@ from kiln_cli.files import hash_file
 from kiln_cli.manifests import read_ingestion
 from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import FileRef, IngestionReceipt, StageManifest, TrainReceipt
+from kiln_cli.terminal import SILENT
 from kiln_cli.text import printable
 from kiln_stages import prepare
 from kiln_stages.admitting.admission import TRAINED_SPLIT
@@ -32,12 +33,17 @@ from kiln_stages.admitting.pipeline import Job, judged_parts, worker_count
 from kiln_stages.admitting.recheck import ingestion_difference
 from kiln_stages.admitting.tally import RECEIPTS, Tally
 from kiln_stages.contamination.held_out import open_held_out_again
+from kiln_stages.distilling.admission import CORPUS
+from kiln_stages.distilling.admitted import scored_corpus
+from kiln_stages.distilling.recheck import require_same_scored_admission
+from kiln_stages.distilling.rows import scored_sha256
 from kiln_stages.evidence.claims import Claim, Status, Unavailable, claim, compare, differ, require
 from kiln_stages.evidence.receipt_claims import run_config
 from kiln_stages.reading.sources import STDIN
 from kiln_stages.workers import Workers
 
 PREPARED_AGAIN = "the raw rows can be prepared again"
+SCORED_AGAIN = "targets, scores and counts are those that the scored corpus gives"
 # What a missing file, model or plugin is refused with: then there is nothing to derive from.
 _NOT_HERE = ("KLN204", "KLN212", "KLN301", "KLN302")
 _COMPARED = ("config_sha256", "counts", "details", "inputs", "outputs")  # of a manifest, but for versions and times
@@ -53,7 +59,10 @@ def deep_claims(
         yield from _prepare_claims(run, config, plugins, prepared)
     elif admit.previous is not None:
         yield Claim(PREPARED_AGAIN, "not checkable here", f"{printable(admit.previous.path)} is not here")
-    yield from _admit_claims(run, config, plugins, admit, receipt)
+    if scored_corpus(admit) is not None:
+        yield from _scored_claims(run, config, plugins, admit)
+    else:
+        yield from _admit_claims(run, config, plugins, admit, receipt)
 
 
 def _prepare_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: StageManifest) -> Iterator[Claim]:
@@ -103,6 +112,20 @@ def _check_manifest(written: StageManifest, found: StageManifest) -> str:
     return "; ".join(filter(None, (compare(name, here, there) for name, here, there in parts)))
 
 
+def _scored_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: StageManifest) -> Iterator[Claim]:
+    """A scored corpus judged again as a whole: rows, tokens, targets and scores come out as admission wrote them."""
+    try:
+        found = require_same_scored_admission(config, run, plugins, manifest, SILENT)
+    except KilnError as error:
+        yield _undone(SCORED_AGAIN, error, manifest)
+        return
+    yield Claim(SCORED_AGAIN, "holds")
+    yield claim(
+        "corpus: its rows are those that the scored corpus gives",
+        lambda: differ("rows", scored_sha256(require(run / CORPUS)), found.scored_corpus_sha256),
+    )
+
+
 def _admit_claims(
     run: Path, config: LoadedConfig, plugins: Plugins, manifest: StageManifest, receipt: TrainReceipt
 ) -> Iterator[Claim]:
@@ -124,7 +147,7 @@ def _admit_claims(
             except KilnError as error:
                 yield _undone(f"{source.split}: the rows can be judged again", error, manifest)
                 continue
-            ingestion = receipt.data.sft_ingestion if source.split == "corpus" else None
+            ingestion = receipt.data.conversations() if source.split == "corpus" else None
             yield from _split_claims(run, config, manifest, tally, seen, ingestion)
             if held_out is not None and source.split == TRAINED_SPLIT:
                 said, found = manifest.details.get("held_out"), held_out.details(tally.met)

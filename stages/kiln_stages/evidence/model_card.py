@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kiln_cli.receipts import TrainReceipt
+from kiln_cli.receipts import EchoBlock, OpdBlock, TrainReceipt
 from kiln_stages.evidence.markdown import code_span, table_row
+from kiln_stages.training.kinds import SFT, Kind, kind_named
 from kiln_stages.training.metrics import Step
 
 FORMAT = "kiln.model-card.v1"  # changes with the text below: a card of another format is not held against its receipt
@@ -109,23 +110,28 @@ def _front_matter(receipt: TrainReceipt, library: str, relation: str) -> str:
         "tags:",
         "- kiln",
         "- lora",
-        "- sft",
+        f"- {receipt.hyperparameters['mode']}",
         "---",
     ]
     return "\n".join(lines)
 
 
+def _kind(receipt: TrainReceipt) -> Kind:
+    return kind_named(receipt.hyperparameters["mode"])
+
+
 def _data(receipt: TrainReceipt) -> str:
     data, counts = receipt.data, receipt.token_counts
-    template = receipt.tokenizer["template"]
+    template, kind = receipt.tokenizer["template"], _kind(receipt)
     return _table(
         *_data_set(receipt.training_data),
-        ("conversations read", data.examples_read),
+        (f"{kind.row}s read", data.examples_read),
         ("refused", data.examples_filtered),
-        ("trained on, each once an epoch", data.sft_ingestion.rows_kept),
-        ("tokens over all epochs", sum(counts.values())),
+        ("trained on, each once an epoch", data.examples_kept),
+        ("tokens over all epochs", receipt.tokens()),
         ("supervised tokens over all epochs", counts["action_tokens"]),
         ("chat template", f"{code_span(template['name'])}, {template['sha256']}"),
+        *_teacher(receipt),
     )
 
 
@@ -139,16 +145,25 @@ def _data_set(data: dict[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
+def _teacher(receipt: TrainReceipt) -> Iterable[tuple[str, object]]:
+    """Who scored the examples, and what of it is proven."""
+    opd = receipt.opd
+    if isinstance(opd, OpdBlock):
+        yield "teacher", f"{code_span(opd.teacher_id)}, revision {opd.teacher_content_revision}"
+        yield "candidates of the teacher at each token", opd.top_k
+        yield "scored tokens whose id the corpus names", f"{opd.alignment.proven:,} of {opd.alignment.of:,}"
+
+
 def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
     settings, held = receipt.hyperparameters, receipt.held_out
-    rows = receipt.data.sft_ingestion.rows_kept
+    rows = receipt.data.examples_kept
     losses = [step.loss for step in steps]
     handed = settings["optimizer"]["effective"]
     lines: list[tuple[str, object]] = [
         ("profile", code_span(settings["profile"])),
         ("loss", code_span(settings["loss"])),
         ("epochs", settings["epochs"]),
-        ("steps, one conversation each", receipt.steps),
+        (f"steps, one {kind_named(receipt.hyperparameters['mode']).row} each", receipt.steps),
         ("learning rate, constant", f"{settings['learning_rate']:g}"),
         ("optimizer", code_span(settings["optimizer"]["kind"])),
         ("as torch was handed it", ", ".join(code_span(f"{name} = {value}") for name, value in sorted(handed.items()))),
@@ -162,6 +177,7 @@ def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
             ("mean training loss of the first epoch (nats a supervised token)", _nats(losses[:rows])),
             ("mean training loss of the last epoch", _nats(losses[-rows:])),
         ]
+    lines += _distillation(receipt)
     if held is not None:
         lines += [
             ("held-out conversations", held.rows),
@@ -171,11 +187,25 @@ def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
     return _table(*lines)
 
 
+def _distillation(receipt: TrainReceipt) -> Iterable[tuple[str, object]]:
+    opd, echo = receipt.opd, receipt.echo
+    if not isinstance(opd, OpdBlock) or not isinstance(echo, EchoBlock):
+        return
+    if opd.initial_opd_loss is not None and opd.final_opd_loss is not None:
+        yield "reverse KL from the teacher at the first step", f"{opd.initial_opd_loss:.4f}"
+        yield "reverse KL at the last step", f"{opd.final_opd_loss:.4f}"
+    added = f"{echo.lambda_:g} x cross-entropy, {echo.env_mask_mode}" if echo.enabled else "not enabled"
+    yield "ECHO on observed tokens", added
+
+
 def _digests(receipt: TrainReceipt) -> str:
     return _table(
         ("adapter tensors", receipt.adapters["output"]["content_sha256"]),
         ("base weights", receipt.model["base_weight_shards"]["sha256"]),
-        ("kept rows in order", receipt.data.sft_ingestion.kept_corpus_sha256),
+        (
+            "kept rows in order" if _kind(receipt) is SFT else "the scored corpus",
+            receipt.training_data["sha256"],
+        ),
         ("admission", receipt.previous.content_sha256),
         ("config", receipt.config_sha256),
         ("losses by step", receipt.loss_log_sha256),

@@ -133,7 +133,7 @@ def _check_card(run: Path, receipt: TrainReceipt) -> str:
 
 def _check_loss_curve(run: Path, receipt: TrainReceipt) -> str:
     path, held = require(run / LOSS_CURVE), receipt.held_out
-    rows, after = receipt.data.sft_ingestion.rows_kept, None if held is None else (receipt.steps, held.loss_after)
+    rows, after = receipt.data.examples_kept, None if held is None else (receipt.steps, held.loss_after)
     return _compare_text(path, CURVE_MARK, lambda: loss_curve(require(run / LOSS_LOG).parent, rows, after) or b"")
 
 

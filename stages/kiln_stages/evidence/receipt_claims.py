@@ -19,6 +19,7 @@ from kiln_cli.plugins import DISTRIBUTION
 from kiln_cli.receipts import FAILURE_REASONS, TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, claim, compare, differ
+from kiln_stages.evidence.distillation_claims import distillation_faults
 from kiln_stages.evidence.training_data import training_data_faults
 from kiln_stages.training.base_adapter import receipt_path
 from kiln_stages.training.checkpoint import checkpoint_name
@@ -31,7 +32,8 @@ from kiln_stages.training.checkpoint_manifest import (
     flatten,
     scheduler_state,
 )
-from kiln_stages.training.kinds import KINDS, Kind
+from kiln_stages.training.corpora import corpus_of
+from kiln_stages.training.kinds import OPD, SFT, Kind, kind_named
 from kiln_stages.training.provenance import execution_provenance
 from kiln_stages.training.tensors import Shard, base_model_sha256
 
@@ -58,6 +60,7 @@ SLACK = 1e-12  # a mean of equal numbers may round to either side of them
 BESIDE_EXECUTION = (
     "fast_paths",
     "gradient_checkpoint_plan",
+    "head_columns",
     "head_probe",
     "loss_route",
     "precision",
@@ -76,10 +79,7 @@ def run_config(receipt: TrainReceipt) -> RunConfig:
 
 def kind_of(receipt: TrainReceipt) -> Kind:
     """The kind of the training. Raises ValueError where the receipt names none that there is."""
-    mode = receipt.hyperparameters["mode"]
-    if mode not in KINDS:
-        raise ValueError(f"hyperparameters.mode is {mode!r}, expected one of {', '.join(KINDS)}")
-    return KINDS[mode]
+    return kind_named(receipt.hyperparameters["mode"])
 
 
 def binding(receipt: TrainReceipt) -> Binding:
@@ -87,7 +87,7 @@ def binding(receipt: TrainReceipt) -> Binding:
 
     Raises Unavailable for a training that failed before there was a model.
     """
-    config, ingestion = run_config(receipt).train, receipt.data.sft_ingestion
+    config, corpus = run_config(receipt).train, corpus_of(receipt.data)
     parameters, execution, kind = receipt.hyperparameters, receipt.execution, kind_of(receipt)
     if execution is None:
         raise Unavailable("the training failed before its model was loaded")
@@ -96,14 +96,20 @@ def binding(receipt: TrainReceipt) -> Binding:
     return Binding(
         training_kind=kind.name,
         adapter_name=receipt.adapter_name,
-        effective_config=receipt.config["train"] | {"learning_rate": config.rate, "optimizer": optimizer, "seed": seed},
+        effective_config={
+            **receipt.config["train"],
+            "learning_rate": config.rate,
+            "optimizer": optimizer,
+            "seed": seed,
+            **{section: receipt.config[section] for section in kind.settings},
+        },
         precision_policy=msgspec.convert(execution["precision"], PrecisionPolicy),
         data=DataPart(
             source_kind=kind.source_kind,
-            content_sha256=ingestion.kept_corpus_sha256.removeprefix("sha256:"),
-            item_count=ingestion.rows_kept,
+            content_sha256=_bare(corpus.sha256),
+            item_count=corpus.kept,
         ),
-        total_steps=ingestion.rows_kept * config.epochs,
+        total_steps=corpus.kept * config.epochs,
         optimizer_kind=parameters["optimizer"]["kind"],
         optimizer_hyperparameters=parameters["optimizer"]["effective"],
         scheduler_state=scheduler_state(config.profile, config.rate),
@@ -119,8 +125,8 @@ def binding(receipt: TrainReceipt) -> Binding:
             "fast_paths": {"parts": execution["fast_paths"]["parts"]},
             "gradient_checkpoint_plan": execution["gradient_checkpoint_plan"],
             "head_probe": {key: execution["head_probe"][key] for key in ("bound", "exact")},
-            "ingestion": ingestion.summary(),
-            "ingestion_receipt_sha256": ingestion.identity(),
+            **({"head_columns": execution["head_columns"]["used"]} if kind is OPD else {}),
+            **corpus.identities(),
             "kiln_train_version": receipt.kiln["package_version"],
             "loop_state_type": kind.loop_state_type,
             "lora": {key: parameters[key] for key in ("alpha", "rank", "target_modules")},
@@ -211,28 +217,36 @@ def _check_norms(receipt: TrainReceipt) -> str:
 
 
 def _check_ingestion(receipt: TrainReceipt) -> str:
-    return printable("; ".join(receipt.data.sft_ingestion.faults()))
+    return printable("; ".join(corpus_of(receipt.data).ingestion.faults()))
 
 
 def _check_binding(receipt: TrainReceipt) -> str:
-    ingestion = receipt.data.sft_ingestion
-    found = {
-        "config.admit.invalid_row_policy": run_config(receipt).admit.invalid_row_policy,
-        "data.examples_filtered": receipt.data.examples_filtered,
-        "data.examples_read": receipt.data.examples_read,
-    }
-    expected = {
-        "config.admit.invalid_row_policy": ingestion.invalid_row_policy,
-        "data.examples_filtered": ingestion.rows_rejected,
-        "data.examples_read": ingestion.rows_read,
-    }
-    faults = [compare(name, found[name], expected[name]) for name in found]
-    faults.append(training_data_faults(receipt.training_data, ingestion, receipt.config["admit"]))
+    corpus = corpus_of(receipt.data)
+    sft = receipt.data.conversations() if corpus.kind is SFT else None
+    policy = "fail" if sft is None else sft.invalid_row_policy  # a scored corpus has no other
+    faults = [
+        differ("hyperparameters.mode", receipt.hyperparameters["mode"], corpus.kind.name),
+        differ("config.admit.invalid_row_policy", run_config(receipt).admit.invalid_row_policy, policy),
+        differ("data.examples_filtered", receipt.data.examples_filtered, corpus.filtered),
+        differ("data.examples_read", receipt.data.examples_read, corpus.read),
+    ]
+    if sft is not None:
+        faults.append(training_data_faults(receipt.training_data, sft, receipt.config["admit"]))
+        faults += [
+            f"{name} stands in the receipt of no distillation" for name in ("opd", "echo") if _has(receipt, name)
+        ]
+    else:
+        faults.append(compare("training_data", receipt.training_data, corpus.training_data()))
+        faults.append(distillation_faults(receipt, run_config(receipt)))
     return "; ".join(filter(None, faults))
 
 
+def _has(receipt: TrainReceipt, name: str) -> bool:
+    return getattr(receipt, name) is not msgspec.UNSET
+
+
 def _check_counts(receipt: TrainReceipt) -> str:
-    expected = receipt.data.sft_ingestion.rows_kept * run_config(receipt).train.epochs
+    expected = receipt.data.examples_kept * run_config(receipt).train.epochs
     if receipt.status == "failed":
         within = 0 <= receipt.steps <= expected
         return differ("data.examples_trained", receipt.data.examples_trained, receipt.steps) or (

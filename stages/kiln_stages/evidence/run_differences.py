@@ -22,6 +22,8 @@ from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt, requir
 from kiln_cli.receipts import StageManifest, TrainReceipt
 from kiln_stages.admitting.corpus import AdmittedRow, read_corpus
 from kiln_stages.admitting.incoming import prepared_rows
+from kiln_stages.distilling.admitted import scored_corpus
+from kiln_stages.distilling.rows import ScoredRows, spans
 from kiln_stages.evidence.claims import Unavailable
 from kiln_stages.evidence.receipt_claims import binding
 from kiln_stages.reading.sources import json_lines
@@ -158,8 +160,25 @@ def _placed(run: Path) -> dict[_Key, _Placed]:
 def _admitted_rows(run: Path, admit: StageManifest) -> Iterator[_Placed]:
     for ref in admit.outputs:
         if ref.kind in SPLITS:
-            for place, row in enumerate(read_corpus(run / ref.path), start=1):
+            for place, row in enumerate(_rows_of(run / ref.path, admit), start=1):
                 yield _Placed(ref.kind, place, row.row_sha256, row.example_id, row)
+
+
+def _rows_of(path: Path, admit: StageManifest) -> Iterable[AdmittedRow]:
+    """The rows of a corpus. Scored ones have no ids, and another hash where the teacher's scores are others."""
+    if scored_corpus(admit) is None:
+        return read_corpus(path)
+    return (
+        AdmittedRow(
+            row_index=row.row_index,
+            line=row.line,
+            example_id=None,
+            row_sha256=row.row_sha256,
+            input_ids=row.input_ids,
+            label_spans=spans(row.action_targets),
+        )
+        for row in ScoredRows(path)
+    )
 
 
 def _test_rows(run: Path, admit: StageManifest) -> Iterator[_Placed]:

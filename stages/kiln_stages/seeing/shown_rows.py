@@ -30,6 +30,7 @@ from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.admitting.inputs import open_again
 from kiln_stages.admitting.pipeline import RowsInput
 from kiln_stages.admitting.prepared_rows import ToolsMode
+from kiln_stages.distilling.admitted import require_conversations
 from kiln_stages.labelling.labels import Rendered
 from kiln_stages.reading.ranges import Range, open_range
 from kiln_stages.reading.sources import json_lines
@@ -92,6 +93,7 @@ def open_admitted(run: Path, plugins: Plugins, stack: ExitStack) -> Admitted:
     """Raises KilnError KLN206 where the run was not admitted, KLN207 where something differs from its manifest, and as
     admission does for model files and templates that are missing."""
     manifest = read_manifest(run, "admit")
+    require_conversations(manifest, "kiln inspect")
     config = load_config(run / "config.resolved.toml")
     contract = build_contract(config, load_terms(config, plugins))
     _require_same(manifest, contract)

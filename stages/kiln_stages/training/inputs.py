@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
-from kiln_cli.errors import KilnError, not_built
+from kiln_cli.errors import KilnError
+from kiln_cli.extensions import LossFunction
 from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins, version
-from kiln_cli.receipts import IngestionReceipt, StageManifest
+from kiln_cli.receipts import StageManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Terms, load_terms
 from kiln_stages.admitting.corpus import AdmittedRow, admitted_sha256, read_corpus
 from kiln_stages.admitting.recheck import require_same_admission
-from kiln_stages.distilling.admitted import scored_corpus
+from kiln_stages.distilling.recheck import require_same_scored_admission
 from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter, with_its_receipt
+from kiln_stages.training.corpora import Corpus, admitted_kind
+from kiln_stages.training.kinds import OPD
 from kiln_stages.training.loop import TrainRow
+from kiln_stages.training.scored_rows import COLUMNS, ScoredTrainRows
 from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256, weight_shards
 from kiln_stages.training.train_receipt import Evidence
 from kiln_stages.training.trainer import Plan
 from kiln_stages.training.training_file import HeldOutLoss, Training
+
+CORPUS, HELD_OUT = "admit/corpus.parquet", "admit/heldout.parquet"
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +39,9 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     config: LoadedConfig
     out: Path
     admit: StageManifest
-    ingestion: IngestionReceipt
-    rows: list[TrainRow]
-    held_out: list[TrainRow]
+    corpus: Corpus
+    rows: Sequence[TrainRow]
+    held_out: Sequence[TrainRow]
     shards: list[Shard]
     base_adapter: BaseAdapter | None
     terms: Terms
@@ -61,7 +68,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
             self.config,
             self.out,
             self.admit,
-            self.ingestion,
+            self.corpus,
             self.rows,
             self.shards,
             self.plugins,
@@ -69,7 +76,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def plan(self) -> Plan:
-        """Raises KilnError KLN212 for a loss that no plugin has."""
+        """Raises KilnError KLN212 for a loss that no plugin has, KLN203 for one that these rows are not for."""
         base = base_model_sha256(self.shards)
         settings = self.config.run
         return Plan(
@@ -79,20 +86,39 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
             base_model_id=settings.model.id or base,
             base_model_sha256=base,
             rows=self.rows,
-            corpus_sha256=self.ingestion.kept_corpus_sha256,
+            corpus_sha256=self.corpus.sha256,
             base_adapter=self.base_adapter,
-            loss=self.plugins.losses.get(settings.train.loss).load(),
+            loss=self._loss(),
+            kind=self.corpus.kind,
+            settings={name: msgspec.to_builtins(getattr(settings, name)) for name in self.corpus.kind.settings},
             identities={
                 "admit_content_sha256": self.admit.content_sha256,
                 "base_model_id": settings.model.id or base,
-                "ingestion": self.ingestion.summary(),
-                "ingestion_receipt_sha256": self.ingestion.identity(),
+                **self.corpus.identities(),
                 "kiln_train_version": version(),
                 "plugins": {p.distribution: p.version for p in self.plugins.loaded()},
                 "template": self.admit.details.get("template"),
                 "tokenizer": self.admit.details.get("tokenizer"),
             },
         )
+
+    def _loss(self) -> LossFunction:
+        loss, kind = self.plugins.losses.get(self.config.run.train.loss), self.corpus.kind
+        there = COLUMNS if kind is OPD else ()
+        missing = [name for name in loss.columns if name not in there]
+        unused = kind is OPD and not loss.columns
+        if missing or unused:
+            why = f"it reads {', '.join(missing)}" if missing else "it reads nothing of the teacher's scores"
+            raise KilnError(
+                "KLN203",
+                f"[train] loss = {loss.name!r} is not for a {kind.row}: {why}",
+                hint="loss = 'teacher_top_k' is for rows that a teacher scored, 'cross_entropy' for conversations",
+            )
+        if kind is not OPD:
+            return loss.load()
+        settings = self.config.run.distill
+        factor = 0.0 if settings.echo is None else settings.echo.lambda_
+        return loss.load(echo_lambda=factor, tail_bucket=settings.tail_bucket, coverage=settings.coverage)
 
 
 def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Progress) -> Inputs:
@@ -103,8 +129,6 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
     for missing model files.
     """
     admit = read_manifest(out, "admit")
-    if scored_corpus(admit) is not None:
-        raise not_built("training on a scored corpus")
     _require_settings(config, admit, out)
     _require_held_out(config, admit, out)
     plugins.losses.get(config.run.train.loss)  # a name that is unknown need not wait for the rows
@@ -112,15 +136,14 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
         if ref.kind != "rejected_rows":  # private, and no input of a training
             require_unchanged(ref, out / ref.path, "admit_manifest.json")
     began = time.monotonic()
-    ingestion = require_same_admission(config, out, plugins, admit, progress)
+    corpus = _admitted_again(config, out, plugins, admit, progress)
     admission_seconds = time.monotonic() - began
-    rows = _read_rows(out, admit, "corpus")
-    held_out = _read_rows(out, admit, "heldout") if _has(admit, "admit/heldout.parquet") else []
+    rows, held_out = read_rows(out, admit)
     return Inputs(
         config=config,
         out=out,
         admit=admit,
-        ingestion=ingestion,
+        corpus=corpus,
         rows=rows,
         held_out=held_out,
         shards=weight_shards(config.model_dir()),
@@ -138,6 +161,23 @@ def read_base(config: LoadedConfig) -> BaseAdapter | None:
         return None
     directory = config.resolve(path)
     return with_its_receipt(read_base_adapter(directory, path), directory)
+
+
+def _admitted_again(
+    config: LoadedConfig, out: Path, plugins: Plugins, admit: StageManifest, progress: Progress
+) -> Corpus:
+    if admitted_kind(admit) is OPD:
+        return Corpus(require_same_scored_admission(config, out, plugins, admit, progress))
+    ingestion = require_same_admission(config, out, plugins, admit, progress)
+    return Corpus(ingestion, admit.details["rows"].get("provenance"))
+
+
+def read_rows(out: Path, admit: StageManifest) -> tuple[Sequence[TrainRow], Sequence[TrainRow]]:
+    """The rows to train on, and those held out. Raises KilnError KLN206 or KLN207 for files that are not admit's."""
+    held_out = _has(admit, HELD_OUT)
+    if admitted_kind(admit) is OPD:
+        return ScoredTrainRows(out / CORPUS), ScoredTrainRows(out / HELD_OUT, observed=False) if held_out else ()
+    return _read_rows(out, admit, "corpus"), _read_rows(out, admit, "heldout") if held_out else ()
 
 
 def train_row(row: AdmittedRow) -> TrainRow:
@@ -178,7 +218,7 @@ def _require_settings(config: LoadedConfig, admit: StageManifest, out: Path) -> 
 def _require_held_out(config: LoadedConfig, admit: StageManifest, out: Path) -> None:
     """An interval that nothing could be measured at would be a setting without effect."""
     interval = config.run.train.heldout_interval
-    if interval is not None and not _has(admit, "admit/heldout.parquet"):
+    if interval is not None and not _has(admit, HELD_OUT):
         raise KilnError(
             "KLN203",
             f"[train] heldout_interval = {interval}, and {printable(out)} has no held-out rows",

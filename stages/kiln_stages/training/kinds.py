@@ -28,6 +28,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     loop_state_file: str
     shuffle: str
     row: str  # what one row is called
+    settings: tuple[str, ...] = ()  # sections of the config, beside [train], that decide the loss
 
     def checkpoint_id(self, step: int) -> str:
         return f"{self.name}-step-{step:08}"
@@ -66,5 +67,13 @@ OPD = Kind(
     loop_state_file="opd_loop_state.json",
     shuffle=IDENTITY,
     row="scored example",
+    settings=("distill",),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (SFT, OPD)}
+
+
+def kind_named(name: object) -> Kind:
+    """Raises ValueError for a name that no kind has."""
+    if name not in KINDS:
+        raise ValueError(f"a training of kind {name!r} is not known here, only {', '.join(KINDS)}")
+    return KINDS[str(name)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from kiln_cli.text import printable
 
 METRICS_LIMIT = 1 << 34
 
+T = TypeVar("T")
+
 
 class Step(msgspec.Struct, frozen=True):
     """What of a line is evidence."""
@@ -29,12 +32,18 @@ class Step(msgspec.Struct, frozen=True):
 
 def read_steps(path: Path) -> list[Step]:
     """The steps of a metrics file in order. Raises KilnError KLN206 for a line that is none."""
-    try:
-        return [msgspec.json.decode(line, type=Step) for line in read_bounded(path, METRICS_LIMIT).splitlines()]
-    except msgspec.MsgspecError as error:
-        raise KilnError(
-            "KLN206", f"{printable(path)}: {printable(error)}", hint="restore the file, or train again"
-        ) from None
+    return [_line(path, line, Step) for line in read_bounded(path, METRICS_LIMIT).splitlines()]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a loss measured at a step, beside the loss itself."""
+
+    metrics: dict[str, float] = {}
+
+
+def read_measured(path: Path) -> list[Measured]:
+    """What the steps of a metrics file measured, in order. Raises KilnError KLN206 for a line that is none."""
+    return [_line(path, line, Measured) for line in read_bounded(path, METRICS_LIMIT).splitlines()]
 
 
 class LoggedStep(msgspec.Struct, frozen=True):
@@ -65,13 +74,13 @@ def steps_from_end(path: Path, block: int = 1 << 20) -> Iterator[LoggedStep]:
             if torn and lines:
                 lines.pop()
                 torn = False
-            yield from (_logged(path, line) for line in reversed(lines))
+            yield from (_line(path, line, LoggedStep) for line in reversed(lines))
             end = begin
 
 
-def _logged(path: Path, line: bytes) -> LoggedStep:
+def _line(path: Path, line: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(line, type=LoggedStep)
+        return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
         raise KilnError(
             "KLN206", f"{printable(path)}: {printable(error)}", hint="restore the file, or train again"

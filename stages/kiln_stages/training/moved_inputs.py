@@ -5,20 +5,29 @@ Such a run is refused in any case. The inputs are taken as they are now, only to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kiln_cli.config import LoadedConfig
 from kiln_cli.errors import KilnError
+from kiln_cli.files import hash_file
 from kiln_cli.manifests import read_ingestion, read_manifest
 from kiln_cli.plugins import Plugins
+from kiln_cli.receipts import StageManifest
 from kiln_stages.admitting.contract import load_terms
 from kiln_stages.admitting.corpus import read_corpus
 from kiln_stages.admitting.tally import RECEIPTS
+from kiln_stages.distilling.binding import pinned_teacher
+from kiln_stages.distilling.ingestion import RECEIPT, read_scored_ingestion
 from kiln_stages.training.checkpoint import Checkpoint
 from kiln_stages.training.checkpoint_manifest import Difference, differences, refuse
-from kiln_stages.training.inputs import Inputs, read_base, train_row
+from kiln_stages.training.corpora import Corpus, admitted_kind
+from kiln_stages.training.inputs import CORPUS, Inputs, read_base, train_row
+from kiln_stages.training.kinds import OPD
+from kiln_stages.training.loop import TrainRow
+from kiln_stages.training.scored_rows import ScoredTrainRows
 from kiln_stages.training.tensors import weight_shards
 from kiln_stages.training.trainer import Trainer
 
@@ -45,13 +54,12 @@ def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> In
     terms = load_terms(config, plugins)
     files, choice = terms
     here = {"template": {"name": choice.name, "sha256": choice.sha256}, "tokenizer": files.file_digests()}
-    written = read_ingestion(out / RECEIPTS["corpus"])
     return Inputs(
         config=config,
         out=out,
         admit=msgspec.structs.replace(admit, details=admit.details | here),
-        ingestion=msgspec.structs.replace(written, invalid_row_policy=config.run.admit.invalid_row_policy),
-        rows=[train_row(row) for row in read_corpus(out / "admit" / "corpus.parquet")],
+        corpus=_corpus_as_it_is(config, out, admit),
+        rows=_rows_as_they_are(out, admit),
         held_out=[],
         shards=weight_shards(config.model_dir()),
         base_adapter=read_base(config),
@@ -59,3 +67,26 @@ def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> In
         plugins=plugins,
         admission_seconds=0.0,
     )
+
+
+def _rows_as_they_are(out: Path, admit: StageManifest) -> Sequence[TrainRow]:
+    path = out / CORPUS
+    return ScoredTrainRows(path) if admitted_kind(admit) is OPD else [train_row(row) for row in read_corpus(path)]
+
+
+def _corpus_as_it_is(config: LoadedConfig, out: Path, admit: StageManifest) -> Corpus:
+    """The receipt of the admission, with the settings, the file and the teacher of now."""
+    if admitted_kind(admit) is not OPD:
+        written = read_ingestion(out / RECEIPTS["corpus"])
+        return Corpus(msgspec.structs.replace(written, invalid_row_policy=config.run.admit.invalid_row_policy))
+    scored, file = read_scored_ingestion(out / RECEIPT), config.run.admit.file
+    teacher = pinned_teacher(config)
+    now = msgspec.structs.replace(
+        scored,
+        source_locator=file or scored.source_locator,
+        source_sha256=f"sha256:{hash_file(config.resolve(file))[0]}" if file else scored.source_sha256,
+        teacher_alias=teacher.alias,
+        teacher_content_revision=teacher.content_revision,
+        teacher_identity=teacher.identity,
+    )
+    return Corpus(now)

@@ -23,10 +23,7 @@ from kiln_cli.manifests import (
     reference,
     relative_base,
 )
-from kiln_cli.receipts import (
-    Held,
-    TrainReceipt,
-)
+from kiln_cli.receipts import EchoBlock, Held, OpdBlock, TrainReceipt
 from kiln_cli.terminal import Progress, Speed, table
 from kiln_cli.text import printable
 from kiln_stages.correcting.marking import Marking
@@ -76,9 +73,10 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
             ["steps", receipt.steps],
             ["supervised tokens", receipt.token_counts["action_tokens"]],
             ["context tokens", receipt.token_counts["context_tokens"]],
+            *_distillation_rows(receipt),
         ]
         if self.outcome is not None:
-            history, count = self.outcome.state.loss_history, receipt.data.sft_ingestion.rows_kept
+            history, count = self.outcome.state.loss_history, receipt.data.examples_kept
             rows += [["mean loss, first epoch", sum(history[:count]) / count]]
             rows += [["mean loss, last epoch", sum(history[-count:]) / count]]
             rows += [["tokens a second", round(receipt.produced["training_tokens_per_second"] or 0)]]
@@ -100,6 +98,19 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
         more = f" and {len(steps) - REMOVALS_SHOWN} more up to {steps[-1]}" if len(steps) > REMOVALS_SHOWN else ""
         plural = "checkpoint" if len(steps) == 1 else "checkpoints"
         return f"\nremoved by --keep-last: {len(steps)} older {plural}, of steps {shown}{more}"
+
+
+def _distillation_rows(receipt: TrainReceipt) -> list[list[object]]:
+    """What of a distillation an account tells; nothing of another training."""
+    opd, echo = receipt.opd, receipt.echo
+    if not isinstance(opd, OpdBlock) or not isinstance(echo, EchoBlock):
+        return []
+    return [
+        ["observation tokens trained by ECHO", opd.env_tokens],
+        ["reverse KL, first step", opd.initial_opd_loss],
+        ["reverse KL, last step", opd.final_opd_loss],
+        ["ECHO", f"lambda {echo.lambda_:g}" if echo.enabled else f"not enabled: {echo.dropped_reason}"],
+    ]
 
 
 def finished(inputs: Inputs) -> TrainReceipt | None:

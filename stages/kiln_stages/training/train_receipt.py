@@ -19,16 +19,17 @@ from kiln_cli.receipts import (
     CheckpointRef,
     FileRef,
     Held,
-    IngestionReceipt,
-    ReceiptData,
     StageManifest,
     TrainReceipt,
 )
 from kiln_stages.admitting.model_files import tokenizer_identity
-from kiln_stages.evidence.training_data import training_data
+from kiln_stages.distilling.ingestion import ScoredIngestion
+from kiln_stages.distilling.lengths import read_lengths
+from kiln_stages.evidence.distillation import echo_block, opd_block, read_log, token_counts
 from kiln_stages.training.base_adapter import BaseAdapter
 from kiln_stages.training.checkpoint import list_checkpoints, read_checkpoint_manifest
-from kiln_stages.training.kinds import SFT, Kind
+from kiln_stages.training.corpora import Corpus
+from kiln_stages.training.kinds import OPD
 from kiln_stages.training.loop import TrainRow, supervised_positions
 from kiln_stages.training.lora_norms import delta_norms, grad_norms
 from kiln_stages.training.metrics import loss_log_sha256, read_steps
@@ -43,12 +44,11 @@ class Evidence(NamedTuple):
     config: LoadedConfig
     out: Path
     admit: StageManifest
-    ingestion: IngestionReceipt
+    corpus: Corpus
     rows: Sequence[TrainRow]
     shards: list[Shard]
     plugins: Plugins
     base_adapter: BaseAdapter | None
-    kind: Kind = SFT
 
 
 class Failure(NamedTuple):
@@ -84,7 +84,7 @@ def describe_failure(trainer: Trainer | None, evidence: Evidence, failure: Failu
 
 def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainReceipt:
     """What both kinds of receipt say, as of a failed training: no adapter, no norms of one, no held-out loss."""
-    settings, ingestion = evidence.config.run, evidence.ingestion
+    settings, corpus = evidence.config.run, evidence.corpus
     log = evidence.out / "train" / "metrics.jsonl"
     logged = _whole_log(log)
     receipt = TrainReceipt(
@@ -95,14 +95,9 @@ def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainR
         model=_model(evidence),
         tokenizer=tokenizer_identity(evidence.config.model_dir(), evidence.admit.details),
         adapters={"base": evidence.base_adapter and evidence.base_adapter.in_receipt(), "output": None},
-        training_data=training_data(ingestion, evidence.admit.details["rows"].get("provenance")),
+        training_data=corpus.training_data(),
         hyperparameters=_hyperparameters(trainer, evidence),
-        data=ReceiptData(
-            examples_read=ingestion.rows_read,
-            examples_filtered=ingestion.rows_rejected,
-            examples_trained=steps,
-            sft_ingestion=ingestion,
-        ),
+        data=corpus.receipt_data(steps),
         token_counts=_token_counts(evidence, steps),
         steps=steps,
         loss_log_sha256=loss_log_sha256(logged) if logged else None,
@@ -121,6 +116,10 @@ def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainR
         ],
     )
     receipt.execution_provenance = execution_provenance(receipt)
+    if isinstance(corpus.ingestion, ScoredIngestion):
+        measured = read_log(log) if logged else []
+        receipt.opd = opd_block(corpus.ingestion, settings.distill, receipt.token_counts, measured)
+        receipt.echo = echo_block(settings.distill, measured)
     return receipt
 
 
@@ -134,9 +133,13 @@ def _whole_log(path: Path) -> list[Any] | None:
 
 def _token_counts(evidence: Evidence, steps: int) -> dict[str, int]:
     """Tokens that the committed steps trained on and passed over, a row as often as it was visited."""
+    rows, settings = evidence.rows, evidence.config.run
+    visits = evidence.corpus.kind.times_trained(settings.project.seed, steps, len(rows))
+    if evidence.corpus.kind is OPD:
+        lengths = read_lengths(evidence.out / "admit" / "corpus.parquet")
+        return token_counts(lengths, visits, settings.distill.echo)
     action = context = 0
-    rows, seed = evidence.rows, evidence.config.run.project.seed
-    for row, times in zip(rows, evidence.kind.times_trained(seed, steps, len(rows)), strict=True):
+    for row, times in zip(rows, visits, strict=True):
         supervised = len(supervised_positions(row))
         action += times * supervised
         context += times * (len(row.input_ids) - supervised)
@@ -179,7 +182,7 @@ def _hyperparameters(trainer: Trainer | None, evidence: Evidence) -> dict[str, A
         "init": Domain.LORA_INIT.value if evidence.base_adapter is None else "base_adapter",
         "learning_rate": config.rate,
         "loss": config.loss,
-        "mode": evidence.kind.name,
+        "mode": evidence.corpus.kind.name,
         "optimizer": {
             "kind": config.optimizer.kind,
             "effective": binding.optimizer_hyperparameters if binding is not None else None,
@@ -187,14 +190,16 @@ def _hyperparameters(trainer: Trainer | None, evidence: Evidence) -> dict[str, A
         "profile": config.profile,
         "rank": config.lora_rank,
         "seed": str(evidence.config.run.project.seed),
-        "shuffle": evidence.kind.shuffle,
+        "shuffle": evidence.corpus.kind.shuffle,
         "target_modules": binding.auxiliary_state["lora"]["target_modules"] if binding is not None else None,
     }
 
 
 def _execution(trainer: Trainer) -> dict[str, Any]:
     auxiliary = trainer.binding.auxiliary_state
+    columns = {"head_columns": trainer.model.head.columns._asdict()} if trainer.plan.kind is OPD else {}
     return {
+        **columns,
         **auxiliary["execution"],
         "gradient_checkpoint_plan": auxiliary["gradient_checkpoint_plan"],
         "fast_paths": trainer.model.fast_paths._asdict(),

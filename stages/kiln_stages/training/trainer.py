@@ -36,7 +36,7 @@ from kiln_stages.training.checkpoint_manifest import (
     require_same,
     scheduler_state,
 )
-from kiln_stages.training.kinds import SFT, Kind
+from kiln_stages.training.kinds import OPD, SFT, Kind
 from kiln_stages.training.loop import StepRecord, TrainRow, evaluate, train
 from kiln_stages.training.loop_state import LoopState
 from kiln_stages.training.lora import adapter_config, load_adapter, restore, store
@@ -245,6 +245,7 @@ class Trainer:
                 ),
                 "gradient_checkpoint_plan": self.layers_of_segments,
                 "fast_paths": self.model.fast_paths.identity(),
+                **({"head_columns": self.model.head.columns.used} if plan.kind is OPD else {}),
                 "head_probe": {"bound": self.model.probe.bound, "exact": self.model.probe.exact},
                 "loop_state_type": plan.kind.loop_state_type,
                 "lora": {"alpha": shape.alpha, "rank": shape.rank, "target_modules": list(shape.target_modules)},
