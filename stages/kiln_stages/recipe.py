@@ -8,8 +8,9 @@ of one, and its receipt names the receipt of the step before. ``plan --makefile`
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -62,7 +63,7 @@ def check(file: File, assignments: Assignments = None, json: AsJson = False) -> 
         terminal.json_data({"schema": "kiln.recipe-check.v1", "recipe": recipe.name, "recipe_sha256": recipe.sha256})
     steps = "1 step" if len(recipe.steps) == 1 else f"{len(recipe.steps)} steps"
     terminal.say(f"recipe {printable(recipe.name)}: {steps}, no fault")
-    terminal.say(f"next: kiln recipe plan {shlex.quote(str(file))} --out DIR")
+    terminal.say(f"next: {recipe.command_line('plan', 'DIR')}")
 
 
 def plan(
@@ -84,8 +85,8 @@ def plan(
         terminal.json_data(found)
     else:
         terminal.data(page(found))
-    where = shlex.quote(str(out)) if out is not None else "DIR"
-    terminal.say(f"next: kiln recipe run {shlex.quote(str(file))} --out {where}")
+    done = all(step.state == "done" for step in found.steps)
+    terminal.say(f"next: {_verify(out) if done and out is not None else recipe.command_line('run', str(out or 'DIR'))}")
 
 
 def run_command(
@@ -113,11 +114,10 @@ def run_command(
     if json:
         terminal.json_data(end)
     if end.manifest is None:
-        terminal.say(f"next: kiln recipe run {shlex.quote(str(file))} --out {shlex.quote(str(out))}")
+        terminal.say(f"next: {recipe.command_line('run', str(out))}")
         raise typer.Exit(128 + (end.signal or 0))
     terminal.say(f"{'unchanged' if end.unchanged else 'written'}: {printable(out / MANIFEST_NAME)}")
-    last = next(step.name for step in reversed(recipe.steps) if step.kind == "sft")
-    terminal.say(f"next: kiln verify-receipt {shlex.quote(str(out / last))}")
+    terminal.say(f"next: {_verify(out)}")
 
 
 VERBS = {"check": check, "plan": plan, "run": run_command}
@@ -131,7 +131,7 @@ def run(
     fresh: bool = False,
     keep_last: int | None = None,
     progress: Progress = SILENT,
-    report: Any = None,
+    report: Callable[[StepEnd], None] | None = None,
 ) -> RecipeEnd:
     """Carries out what is not done, and writes ``recipe_manifest.json`` last. ``report``: called as each step ends.
 
@@ -185,6 +185,10 @@ def _planned(placed: Placed, standing: Standing | None) -> PlannedStep:
         rows_kept=standing.rows_kept if standing is not None else None,
         changes=list(standing.changes) if standing is not None else [],
     )
+
+
+def _verify(out: Path) -> str:
+    return f"kiln verify-receipt {shlex.quote(str(out))}"
 
 
 def _read(file: Path, assignments: list[str] | None) -> Recipe:

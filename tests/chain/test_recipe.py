@@ -525,6 +525,25 @@ def test_the_lock_sweeps_no_run_of_another_process(carried_out: Path, kiln: Kiln
     assert others.exists() and not own.exists()
 
 
+def test_settings_of_the_command_line_are_part_of_what_to_type_next(
+    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+) -> None:
+    project = mine(fresh)
+    settings = ["--set", "train.epochs=1", "--set", "steps.1.config.epochs=1"]
+    with cut(1, lambda: os.kill(os.getpid(), signal.SIGTERM), of=1):
+        done = run(kiln, project, *settings)
+    assert done.code == 143
+    again = f"kiln recipe run {project}/recipe.toml {' '.join(settings)} --out {project}/out"
+    assert done.err.splitlines()[-1] == f"next: {again}"
+    done = run(kiln, project)
+    assert done.code == 2 and "KLN208: step 'first'" in done.err, "without them it is another recipe"
+    done = kiln(*again.split()[1:])
+    assert done.code == 0, done.err
+    assert done.err.splitlines()[-1] == f"next: kiln verify-receipt {project}/out"
+    planned = kiln("recipe", "plan", *again.split()[3:])
+    assert planned.err.splitlines()[-1] == f"next: kiln verify-receipt {project}/out"
+
+
 def test_json_has_the_manifest(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
     done = run(kiln, mine(carried_out), "--json")
     value = json.loads(done.out)

@@ -6,7 +6,6 @@ directory of its own, in which the stages work as they do for ``kiln admit``, ``
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,7 +219,7 @@ class _CarryingOut:
             ) from error
 
     def _again(self) -> str:
-        return f"kiln recipe run {shlex.quote(str(self.recipe.path))} --out {shlex.quote(str(self.out))}"
+        return self.recipe.command_line("run", str(self.out))
 
 
 def _record(placed: Placed, standing: Standing) -> StepRecord:

@@ -25,7 +25,7 @@ from kiln_stages.recipes.recipe_file import Recipe
 LONGEST_LINE = 100_000  # bytes of one line of a file: a system hands a shell no argument beyond 128 KiB
 TOGETHER = 8_000  # bytes of lines that one command writes
 HEAD = """\
-# The steps of recipe {name}, made by `kiln recipe plan {file} --out {out} --makefile`.
+# The steps of recipe {name}, made by `{command} --makefile`.
 # Paths count from the directory where that was done. A training that was interrupted begins again here;
 # `kiln recipe run`, or `kiln resume` of its directory, goes on with it instead.
 
@@ -60,8 +60,7 @@ def makefile(recipe: Recipe, out: Path) -> str:
     placed = place_steps(recipe, out)
     head = HEAD.format(
         name=printable(recipe.name),
-        file=_path(recipe.path),
-        out=_path(out),
+        command=printable(recipe.command_line("plan", str(out))),
         targets=" ".join(map(_target, placed)),
     )
     return head + "".join(map(_rules, placed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +32,7 @@ SHARED = ("project", "model", "admit", "train")
 KINDS = ("sft", "merge")
 # Kinds that the design or the public server names, and why there is no such step.
 REFUSED_KINDS = {
-    "opd": "on-policy distillation is not built in this version",
+    "opd": "a step of distillation is not built in this version",
     "evaluate": "evaluation is not built in this version",
     "distill_merge": "distillation is not built in this version; kind merge puts an adapter into the base model",
     "distill_pump": "distillation is not built in this version",
@@ -86,7 +87,8 @@ Step = Sft | Merge
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked recipe. ``sha256``: of all that it says, as parsed. ``warnings``: what is passed over."""
+    """A checked recipe. ``sha256``: of all that it says, as parsed. ``assignments``: the ``--set`` texts that belong to
+    it. ``warnings``: what is passed over."""
 
     name: str
     description: str | None
@@ -94,7 +96,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     base_dir: Path
     steps: list[Step]
     sha256: str
+    assignments: list[str]
     warnings: list[str]
+
+    def command_line(self, verb: str, out: str) -> str:
+        """``kiln recipe VERB`` of this very recipe, as a shell takes it."""
+        settings = "".join(f" --set {shlex.quote(text)}" for text in self.assignments)
+        return f"kiln recipe {verb} {shlex.quote(str(self.path))}{settings} --out {shlex.quote(out)}"
 
 
 class _Top(Section, frozen=True, kw_only=True):
@@ -164,9 +172,10 @@ def read_recipe(path: Path, assignments: Iterable[str] = ()) -> Recipe:
         raise KilnError("KLN202", f"{printable(path)} is refused: {YAML}", hint="docs/recipes.md shows one in TOML")
     text = read_text(path)
     value = parse_table(path, text)
-    for assignment in assignments:
+    settings = list(assignments)
+    for assignment in settings:
         assign(value, assignment)
-    reader = _Reader(path, value)
+    reader = _Reader(path, value, settings)
     recipe = reader.read()
     if recipe is None:
         raise faulty(path, text, reader.faults, keys_in="docs/recipes.md")
@@ -176,8 +185,9 @@ def read_recipe(path: Path, assignments: Iterable[str] = ()) -> Recipe:
 class _Reader:
     """The steps in order; what is wrong anywhere is added to ``faults``, each behind the path of its key."""
 
-    def __init__(self, path: Path, value: dict[str, Any]) -> None:
+    def __init__(self, path: Path, value: dict[str, Any], assignments: list[str]) -> None:
         self.path = path
+        self.assignments = assignments
         self.base_dir = _base_dir(path)
         self.value = value
         self.faults: list[str] = []
@@ -203,6 +213,7 @@ class _Reader:
             base_dir=self.base_dir,
             steps=list(self.steps.values()),
             sha256=domain_json_sha256(Domain.RECIPE, self.value),
+            assignments=self.assignments,
             warnings=self.warnings,
         )
 
