@@ -185,8 +185,9 @@ def _line(meeting: Meeting) -> str:
 
 
 def _shown(place: Place) -> str:
-    line = f" (line {place.line})" if place.line is not None else ""
-    return f"{place.set} row {place.row_index}{line}"
+    line = f"line {place.line}" if place.line is not None else None
+    known = ", ".join(filter(None, (line, place.example_id)))
+    return f"{place.set} row {place.row_index}" + (f" ({known})" if known else "")
 
 
 def _more(total: int, shown: int) -> list[str]:

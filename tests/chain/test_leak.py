@@ -190,6 +190,10 @@ def test_two_seeds_name_the_rows_that_one_trained_on_and_the_other_held_out(two_
         named.add((run, ends[0]["line"], ends[1]["set"], ends[1]["line"]))
     assert named == expected
     assert {each["rule"] for each in found["leaks"]} == {"same_row"}
+    assert all(
+        each["a"]["example_id"] and each["a"]["example_id"] == each["b"]["example_id"] for each in found["leaks"]
+    )
+    assert f"(line {each['a']['line']}, {each['a']['example_id']}) = " in kiln("leak", "first", "second", "--all").out
 
 
 def test_receipts_in_place_of_runs(two_seeds: Path, kiln: Kiln) -> None:

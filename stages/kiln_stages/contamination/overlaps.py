@@ -23,11 +23,12 @@ _ORDER = {rule: place for place, rule in enumerate((*RULES, NEAR))}
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a row stands. ``line`` is null where only its hash is known."""
+    """Where a row stands. ``line`` is null where only its hash is known; a prepared example has an id."""
 
     set: str
     row_index: int
     line: int | None
+    example_id: str | None = None
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,4 +117,9 @@ def _meetings(rows: RowSet, index: Index) -> Iterator[Meeting]:
 
 
 def _place(rows: RowSet, number: int) -> Place:
-    return Place(set=rows.name, row_index=rows.row_indices[number], line=rows.lines[number] or None)
+    return Place(
+        set=rows.name,
+        row_index=rows.row_indices[number],
+        line=rows.lines[number] or None,
+        example_id=rows.example_ids.get(number),
+    )

@@ -40,7 +40,7 @@ class RowSet(msgspec.Struct, frozen=True, kw_only=True):
     ``name``: how messages call it. ``owner``: the run or data set that it is a split of, and ``role`` what that uses
     the split for. ``by``: "rows" where the rows themselves were read, "hashes" where a receipt's hashes stand for them,
     and ``why`` then says what was missing. ``sha256`` and ``size`` are of the file that was read. ``lines`` are 0 where
-    no line is known.
+    no line is known; ``example_ids`` has the rows that have one, by their place in the set.
     """
 
     name: str
@@ -50,6 +50,7 @@ class RowSet(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[RowKeys]
     row_indices: array[int]
     lines: array[int]
+    example_ids: dict[int, str] = {}
     misfits: list[Misfit] = []
     owner: str | None = None
     role: Role | None = None
@@ -57,8 +58,9 @@ class RowSet(msgspec.Struct, frozen=True, kw_only=True):
 
     def place(self, number: int) -> str:
         """A row in words; ``number`` counts from 0."""
-        line = f" (line {self.lines[number]})" if self.lines[number] else ""
-        return f"{self.name} row {self.row_indices[number]}{line}"
+        line = f"line {self.lines[number]}" if self.lines[number] else ""
+        known = ", ".join(filter(None, (line, printable(self.example_ids.get(number, "")))))
+        return f"{self.name} row {self.row_indices[number]}" + (f" ({known})" if known else "")
 
     def identity(self) -> dict[str, Any]:
         """What evidence says of it: enough to see that it is the same set again."""
@@ -79,6 +81,7 @@ class _Part(msgspec.Struct):
     keys: list[RowKeys]
     row_indices: list[int]
     line_numbers: list[int]
+    example_ids: dict[int, str]
     misfits: list[Misfit]
     lines: int = 0
 
@@ -97,6 +100,7 @@ def read_set(name: str, file: KeyedFile) -> RowSet:
         keys=[],
         row_indices=array("q"),
         lines=array("q"),
+        example_ids={},
     )
     lines = 0
     with Workers(file, min(available(), max(1, size // RANGE_BYTES))) as workers:
@@ -135,6 +139,9 @@ def kept_only(rows: RowSet, receipt: IngestionReceipt) -> RowSet | None:
         keys=[rows.keys[place] for place in places],
         row_indices=array("q", (rows.row_indices[place] for place in places)),
         lines=array("q", (rows.lines[place] for place in places)),
+        example_ids={
+            number: rows.example_ids[place] for number, place in enumerate(places) if place in rows.example_ids
+        },
         misfits=[],
     )
 
@@ -155,6 +162,7 @@ def _add(found: RowSet, part: _Part, plain: Plain, lines: int) -> None:
         return number + lines if plain.places is None else plain.places.line[index - 1]
 
     found.keys.extend(part.keys)
+    found.example_ids.update((place + rows, name) for place, name in part.example_ids.items())
     found.row_indices.extend(index + rows for index in part.row_indices)
     found.lines.extend(
         line(index + rows, number) for index, number in zip(part.row_indices, part.line_numbers, strict=True)
@@ -166,9 +174,11 @@ def _add(found: RowSet, part: _Part, plain: Plain, lines: int) -> None:
 
 def _keyed_range(file: KeyedFile, piece: Range) -> bytes:
     lines = LineReader(open_range(file.plain.stream.fileno(), piece), start=piece.start, hashed=False)
-    part = _Part([], [], [], [])
+    part = _Part([], [], [], {}, [])
     for incoming in file.rows(json_lines(lines, elements=file.plain.elements)):
         record = incoming.record
+        if incoming.example_id is not None:
+            part.example_ids[len(part.keys)] = incoming.example_id
         part.keys.append(row_keys(incoming, near=file.near))
         part.row_indices.append(record.row_index)
         part.line_numbers.append(record.line)
