@@ -240,9 +240,10 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "KLN221": Entry(
         Exit.USER_INPUT,
-        "teacher and rows do not fit",
-        "The rows' tokenizer has another vocabulary than the teacher's, or too many candidates are asked for.",
-        "Take a teacher of the same tokenizer, or the `--top-k` that the message names.",
+        "a teacher does not fit",
+        "The rows' tokenizer has another vocabulary than the teacher's, more candidates are asked for than "
+        "it gives, or its adapter was trained on another model.",
+        "Take a teacher of the same tokenizer, the `--top-k` in the message, or the model of the adapter.",
     ),
     "KLN301": Entry(
         Exit.ENVIRONMENT,

@@ -352,6 +352,7 @@ def test_every_domain_is_listed(domain: Domain) -> None:
 def test_every_field_of_evidence_is_listed() -> None:
     from kiln_stages.admitting.admission import RejectedDetail
     from kiln_stages.admitting.corpus import COLUMNS
+    from kiln_stages.distilling import identity, registry
     from kiln_stages.distilling.ingestion import ScoredIngestion
     from kiln_stages.distilling.rows import COLUMNS as SCORED_COLUMNS
 
@@ -375,6 +376,12 @@ def test_every_field_of_evidence_is_listed() -> None:
         receipts.CheckpointRef,
         PreparedExample,
         RejectedDetail,
+        identity.TeacherIdentity,
+        identity.AdapterIdentity,
+        registry.TeachersFile,
+        registry.Teacher,
+        registry.LocalModel,
+        registry.Endpoint,
     )
     names = {field for struct in structs for field in struct.__struct_fields__} | {*COLUMNS, *SCORED_COLUMNS}
     assert not sorted(name for name in names if f"`{name}`" not in text)

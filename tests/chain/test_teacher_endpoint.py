@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,6 @@ def test_what_a_server_scored_is_admitted(
 def test_answers_are_written_in_the_order_of_the_request(
     home: Path, served: ServedTeacher, tiny_model: Path, kiln: Kiln
 ) -> None:
-    import time
-
     write_rows(home / "rows.jsonl", [{**ROWS[1], "id": str(number)} for number in range(12)])
     served.change = lambda request, answer: (time.sleep(0.02 * (len(served.requests) % 3)), answer)[1]
     assert score(kiln, home, tiny_model, "--requests", "4").code == 0
@@ -361,6 +360,25 @@ def test_a_server_that_stays_away_keeps_what_was_scored(
     done = score(kiln, home, tiny_model, "--json")
     assert json.loads(done.out)["rows_found"] == 2
     assert (home / "out.jsonl").read_bytes().startswith(kept)
+
+
+def test_an_error_does_not_wait_for_other_rows(home: Path, served: ServedTeacher, tiny_model: Path, kiln: Kiln) -> None:
+    """Requests that are under way end with the first error, as with Ctrl-C, however long the server would think."""
+    thinking = threading.Event()
+
+    def change(request: dict[str, Any], answer: dict[str, Any]) -> Any:
+        if request is served.requests[0]:
+            return b"no JSON"
+        thinking.wait(60)
+        return answer
+
+    served.change = change
+    began = time.monotonic()
+    done = score(kiln, home, tiny_model, "--requests", "4")
+    took = time.monotonic() - began
+    thinking.set()
+    assert done.code == 2 and "KLN220" in done.err
+    assert took < 50
 
 
 def test_a_server_that_is_not_there_is_told(home: Path, tiny_model: Path, kiln: Kiln, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_an_adapter_of_another_model_is_refused(
     path.write_bytes(encode_tensors(read_tensors(path.read_bytes())[:-1]))
     kiln("teacher", "register", "tiny", "--model", finished / "model", "--adapter", adapter, "--registry", tmp_path)
     done = score(kiln, tmp_path, write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "out.jsonl")
-    assert done.code == 2 and "KLN217" in done.err and "1 of its tensors" in done.err
+    assert done.code == 2 and "KLN221" in done.err and "1 of its tensors" in done.err
 
 
 def test_what_is_written_keeps_the_rules_of_admission(corpus: Path) -> None:

@@ -42,6 +42,10 @@ class Scorer(Protocol):
         """One entry a target, in order. Raises RowFault for a row that cannot be scored."""
         ...
 
+    def give_up(self) -> None:
+        """Ends what is under way in other threads: nobody waits for it any more."""
+        ...
+
 
 class Tally:
     """What was scored, in numbers."""
@@ -267,9 +271,10 @@ def _in_order(
                     yield first, of_first, future.result()
             for row, targets, future in under_way:
                 yield row, targets, future.result()
-        finally:
-            for _, _, future in under_way:
-                future.cancel()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            scorer.give_up()
+            raise
 
 
 def _scores(work: Work, scorer: Scorer, row: RequestRow, targets: Targets) -> list[Scored]:

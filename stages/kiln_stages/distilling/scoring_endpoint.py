@@ -6,11 +6,13 @@ followed. The key goes into the request's header and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
 import os
-import time
+import socket
+import threading
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +52,16 @@ class Server:
         self._host, self._secure = parts.netloc, parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._url, self._key, self._timeout = url, key, timeout
+        self._given_up = threading.Event()
+        self._open: set[http.client.HTTPConnection] = set()
+
+    def give_up(self) -> None:
+        """Ends every request that is under way: who waits for its answer gets an error at once."""
+        self._given_up.set()
+        for connection in tuple(self._open):
+            with contextlib.suppress(OSError):  # it may just have ended by itself
+                if connection.sock is not None:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, limit: int = LEAST_BYTES) -> dict[str, Any]:
         """The JSON object that the server answers with, of at most ``limit`` bytes; POST where there is a body.
@@ -68,8 +80,8 @@ class Server:
                 detail = f"HTTP status {status}: {data[:1000].decode('utf-8', 'replace')}"
                 if status not in RETRIED:
                     raise self._refused(path, detail)
-            if pause is not None:
-                time.sleep(pause)
+            if pause is None or self._given_up.wait(pause):
+                break
         raise KilnError(
             "KLN404",
             f"no answer from {self._url}{path} in {1 + len(PAUSES)} tries: {self._shown(detail)}",
@@ -82,12 +94,14 @@ class Server:
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
+        self._open.add(connection)
         try:
             data = None if body is None else msgspec.json.encode(body)
             connection.request("GET" if body is None else "POST", self._path + path, data, headers)
             response = connection.getresponse()
             answer = response.read(limit + 1)
         finally:
+            self._open.discard(connection)
             connection.close()
         if len(answer) > limit:
             raise self._refused(path, f"the answer has more than {limit} bytes")
@@ -126,6 +140,9 @@ class EndpointScorer:
         self._identity, self._server = identity, server
         self._top_k, self._send = top_k, send
         self.parallel = requests
+
+    def give_up(self) -> None:
+        self._server.give_up()
 
     def score(self, text: str, input_ids: list[int], targets: list[int]) -> list[Scored]:
         """Each target's candidates as the server gives them.

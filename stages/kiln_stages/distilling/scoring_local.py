@@ -31,7 +31,7 @@ class LocalScorer:
     """Scores rows with the model in ``model`` and the adapter in ``adapter``, which must be those of the identity.
 
     ``threads``: as :func:`kiln_stages.training.determinism.fix` has it. Raises KilnError: KLN302/214 for a model that
-    cannot be loaded or used, KLN217 for an adapter that is of another model, KLN301 where there is no such device.
+    cannot be loaded or used, KLN221 for an adapter that is of another model, KLN301 where there is no such device.
     """
 
     parallel = 1  # rows at a time
@@ -52,6 +52,9 @@ class LocalScorer:
             model, dtype=place.dtype, attention=place.attention, device=place.device_type
         )
         self._model = language_model if adapter is None else _wearing(language_model, adapter)
+
+    def give_up(self) -> None:
+        """Nothing is under way in other threads."""
 
     def score(self, text: str, input_ids: list[int], targets: list[int]) -> list[Scored]:
         """Each target's candidates, from the logits of the position before it. ``text`` is not looked at.
@@ -122,7 +125,7 @@ def _wearing(language_model: LanguageModel, adapter: Path) -> LanguageModel:
 
 def _unfit(adapter: Path, detail: str) -> KilnError:
     return KilnError(
-        "KLN217",
+        "KLN221",
         f"the adapter {printable(adapter)} does not fit the teacher's model: {detail}",
         hint="register the model that the adapter was trained on",
     )
