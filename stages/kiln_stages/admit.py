@@ -37,6 +37,7 @@ from kiln_stages.admitting.pipeline import Job, input_reference, judged_parts, w
 from kiln_stages.admitting.special_tokens import require_markers
 from kiln_stages.admitting.tally import RECEIPTS, Tally
 from kiln_stages.contamination.held_out import open_held_out
+from kiln_stages.contamination.runs import run_exists
 from kiln_stages.correcting.admitted import ADMITTED, admitted_corrections
 from kiln_stages.distilling import admission as scored
 from kiln_stages.distilling.admitted import scored_corpus
@@ -325,10 +326,10 @@ def config_of_options(
 
 def _named_from_base(name: str, config: LoadedConfig) -> str:
     """Held-out rows of the command line as the config names them: a path, one with a split behind it, or no path."""
-    before, colon, split = name.rpartition(":")
     if Path(name).exists():
         return config.counted_from_base(Path(name))
-    return config.counted_from_base(Path(before)) + colon + split if before and Path(before).is_dir() else name
+    before, _, split = name.rpartition(":")
+    return f"{config.counted_from_base(Path(before))}:{split}" if before and run_exists(Path(before)) else name
 
 
 def _admit(
