@@ -317,15 +317,11 @@ def _hold(
         example, entries = to_example(value, work.top_k), value.get(TOKENS)
         if not isinstance(entries, list) or _line(row, entries) != line:
             raise RowFault("other_row", f"it is not the row on line {row.line} of {printable(work.request)}")
-        wanted = [
-            (targets.input_ids[at], text)
-            for at, text in zip(targets.action_targets, _texts(work, targets), strict=True)
-        ]
-        ids, texts = [token_id for token_id, _ in wanted], [text for _, text in wanted]
+        ids, texts = [targets.input_ids[at] for at in targets.action_targets], _texts(work, targets)
         require_count(example.entries, ids, texts.__getitem__)
         for fault in id_faults(example.entries, ids, texts.__getitem__, required=True):
             raise fault
-        for at, (written, (token_id, text)) in enumerate(zip(entries, wanted, strict=True)):
+        for at, (written, token_id, text) in enumerate(zip(entries, ids, texts, strict=True)):
             _require_as_written(work, written, at, token_id, text)
     except RowFault as fault:
         raise _other(path, number, _told(fault)) from fault
