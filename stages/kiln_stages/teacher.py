@@ -178,10 +178,9 @@ def score(
             "the rows' tokenizer settings or chat template are not the teacher's: "
             "kiln admit takes them with [distill] other_tokenizer_config = true alone"
         )
-    student = printable(loaded.model_dir())
-    terminal.say(
-        f"next: kiln admit --file {printable(out)} --kind opd --teacher {printable(teacher)} --model {student}"
-    )
+    rows = f"--file {printable(out)} --kind opd --teacher {printable(teacher)}"
+    place = "" if known.directory == DEFAULT_DIRECTORY else f" --registry {printable(known.directory)}"
+    terminal.say(f"next: kiln admit {rows}{place} --model {printable(loaded.model_dir())} --out RUN")
 
 
 VERBS = {"register": register, "list": list_teachers, "manifest": manifest, "verify": verify, "score": score}

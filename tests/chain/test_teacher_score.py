@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -153,13 +154,13 @@ def test_what_is_written_keeps_the_rules_of_admission(corpus: Path) -> None:
 
 
 def test_what_is_written_is_admitted(
-    corpus: Path, registry: Path, tiny_model: Path, kiln: Kiln, tmp_path: Path
+    corpus: Path, registry: Path, request_file: Path, kiln: Kiln, tmp_path: Path
 ) -> None:
-    """Every row, a trajectory too, with every id proven."""
-    done = kiln(
-        "admit", "--file", corpus, "--kind", "opd", "--teacher", "tiny", "--model", tiny_model,
-        "--registry", registry, "--require-token-ids", "--out", tmp_path / "run",
-    )  # fmt: skip
+    """Every row, a trajectory too, with every id proven, by the command that is printed."""
+    said = score(kiln, registry, request_file, corpus).err
+    command = re.search(r"^next: kiln (admit .*) --out RUN$", said, re.MULTILINE)
+    assert command is not None, said
+    done = kiln(*command[1].split(), "--require-token-ids", "--out", tmp_path / "run")
     assert done.code == 0, done.err
     rows = json.loads((tmp_path / "run" / "admit_manifest.json").read_text())["counts"]["corpus"]
     assert rows["rows_kept"] == len(ROWS)
