@@ -51,7 +51,7 @@ SUMMARIES = {
     "admit": "Tokenize rows, prove their labels, and write the corpus with its ingestion receipt.",
     "corrections": "Keep corrected answers, admit those that were not trained on yet, and see which were.",
     "teacher": "Register teachers, show and check who they are, and have one score rows for a distillation.",
-    "train": "Train a LoRA adapter on the admitted rows, one conversation a step.",
+    "train": "Train a LoRA adapter on the admitted rows, one row a step.",
     "resume": "Continue a training from an exact checkpoint; any difference is an error.",
     "recipe": "Run trainings that build on one another, from a recipe: check it, show its plan, carry it out.",
     "status": "Show how far a training is: step, loss, latest checkpoint, and what to do next.",

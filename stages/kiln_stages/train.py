@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # torch is imported when a training begins, not when `kiln --
 def command(
     config: Annotated[Path, typer.Argument(help="The run config (TOML or JSON).")],
     out: Annotated[Path, typer.Option("--out", help="The run directory, with what `kiln admit` wrote.")],
+    adapter: Annotated[str | None, typer.Option("--adapter", metavar="NAME", help="What it is called.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", metavar="DIR", help="The model directory.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move another training of the run aside.")] = False,
     base_adapter: Annotated[
         Path | None, typer.Option("--base-adapter", metavar="DIR", help="Begin with this adapter's values.")
@@ -38,11 +40,13 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Train a LoRA adapter on the admitted rows, one conversation a step."""
-    loaded = load_config(config, assignments or ())
+    """Train a LoRA adapter on the admitted rows, one row a step."""
+    loaded = load_config(config, assignments or (), {"train": {} if adapter is None else {"adapter": adapter}})
+    if model is not None:
+        loaded = loaded.replace("model", path=loaded.counted_from_base(model))
     if base_adapter is not None:
         loaded = loaded.replace("train", base_adapter=loaded.counted_from_base(base_adapter))
-    for text in loaded.run.train.warnings():
+    for text in (*loaded.run.train.warnings(), *loaded.run.distill.warnings()):
         terminal.warn(text)
     if dry:
         estimate = preview(loaded, out, load_plugins(), progress=terminal)
@@ -51,7 +55,8 @@ def command(
         else:
             terminal.data(estimate.account())
         settings = "".join(f" --set {shlex.quote(text)}" for text in assignments or ())
-        settings += f" --base-adapter {shlex.quote(str(base_adapter))}" if base_adapter is not None else ""
+        for name, given in (("adapter", adapter), ("model", model), ("base-adapter", base_adapter)):
+            settings += f" --{name} {shlex.quote(str(given))}" if given is not None else ""
         terminal.say(f"next: kiln train {shlex.quote(str(config))} --out {shlex.quote(str(out))}{settings}")
         return
     result = run(loaded, out, load_plugins(), fresh=fresh, keep_last=keep_last, progress=terminal)

@@ -1,8 +1,9 @@
 """``kiln validate``: is this file what it claims to be? Prints each fault with its place and writes nothing.
 
 Kinds: raw rows (by the rules of prepare), chat rows (``sft``), prepared examples, a config, a manifest, a train or an
-ingestion receipt, a checkpoint, a run, a named data set. Receipts, checkpoints and a ``split.json`` are held against
-themselves alone, with nothing around them; a data set's directory against its rows.
+ingestion receipt, a checkpoint, a run, a named data set, a scored corpus (``opd``), a registry of
+teachers. Receipts, checkpoints and a ``split.json`` are held against themselves alone, with nothing around them; a data
+set's directory against its rows; a scored corpus without a student, so that its tokens are left to admission.
 Reasons of policy (several calls, a query seen before) are notes: they say what prepare will drop, not what is broken.
 So are oddities that prepare keeps: a query without a visible character or with U+0000, a tool with a blank name.
 """
@@ -42,7 +43,12 @@ from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
 from kiln_stages.datasets import checking, entry
+from kiln_stages.distilling.checking import corpus_faults
+from kiln_stages.distilling.corpus import first_record
 from kiln_stages.distilling.ingestion import SCORED_INGESTION_SCHEMA, ScoredIngestion
+from kiln_stages.distilling.registry import FILE_NAME as TEACHERS_NAME
+from kiln_stages.distilling.registry import SCHEMA as TEACHERS_SCHEMA
+from kiln_stages.distilling.registry import read_registry
 from kiln_stages.evidence.claims import Claim, data_claims, file_claims, manifest_claims
 from kiln_stages.evidence.receipt_claims import receipt_claims
 from kiln_stages.preparing.screening import POSITIONAL, Drop, Screen
@@ -52,7 +58,9 @@ from kiln_stages.reading.transports import open_plain
 from kiln_stages.training.checkpoint import MANIFEST, NAME, list_checkpoints, load_checkpoint
 from kiln_stages.training.checkpoint_manifest import MANIFEST_TYPE
 
-Kind = Literal["raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint", "dataset"]
+Kind = Literal[
+    "raw", "sft", "prepared", "config", "manifest", "receipt", "ingestion", "checkpoint", "dataset", "opd", "teachers"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 EMPTY = "empty"  # what a file without rows is taken for; nothing else is
 # Reasons of policy: the row is sound, prepare will not use it.
@@ -195,11 +203,19 @@ def _recognise(path: Path, plugins: Plugins) -> tuple[str, str]:
             return "ingestion", f"schema is {document['schema']}"
         if document.get("manifest_type") == MANIFEST_TYPE:
             return "checkpoint", f"manifest_type is {MANIFEST_TYPE}"
+        if document.get("schema") == TEACHERS_SCHEMA:
+            return "teachers", f"schema is {TEACHERS_SCHEMA}"
+    with open_input(path) as stream:
+        record = first_record(stream)
+    if record is not None and record.is_manifest:
+        return "opd", "its first record is a teacher's manifest line"
     with TemporaryDirectory() as scratch, open_plain(path, Path(scratch)) as plain:
         samples = list(sample_objects(plain))
         if not samples and not has_rows(plain):
             return EMPTY, "every line of it is blank"
     for sample in samples:
+        if "teacher_tokens" in sample:
+            return "opd", "its rows have teacher_tokens"
         if sample.get("schema_version") == PREPARED_SCHEMA:
             return "prepared", f"schema_version is {PREPARED_SCHEMA}"
         if (fitting := _rows_kind(sample, plugins)) is not None:
@@ -407,6 +423,30 @@ def _failing(path: Path, claims: Iterable[Claim]) -> Iterator[Finding | None]:
             yield Finding(file=printable(path), reason=claim.name, detail=claim.detail, note=unknown)
 
 
+def _opd(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
+    """A scored corpus: manifest line, shapes and scores. Tokens are admission's to check, which has a student."""
+    for fault in corpus_faults(path):
+        if fault is None:
+            yield None
+        else:
+            detail = printable(fault.detail, 1000)
+            yield Finding(
+                file=printable(path), line=fault.line, reason=fault.code, detail=detail, pointer=fault.pointer
+            )
+
+
+def _teachers(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
+    """A registry of teachers: its form, the rules of identities, and that each revision is its identity's."""
+    if path.name != TEACHERS_NAME:
+        raise KilnError("KLN212", f"{printable(path.name)} is no registry's name", hint=TEACHERS_NAME)
+    try:
+        registry = read_registry(path.parent)
+    except KilnError as error:
+        yield Finding(file=printable(path), reason=error.code, detail=error.message)
+        return
+    yield from (None for _ in registry.teachers)
+
+
 _FINDERS = {
     "raw": _raw,
     "sft": _sft,
@@ -417,6 +457,8 @@ _FINDERS = {
     "ingestion": _ingestion,
     "checkpoint": _checkpoint_manifest,
     "dataset": _dataset,
+    "opd": _opd,
+    "teachers": _teachers,
 }
 
 

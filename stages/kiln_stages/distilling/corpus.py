@@ -168,21 +168,21 @@ def judge_range(job: Job, piece: Range) -> bytes:
             value = parse_line(text, line.length)
             if is_manifest(value):
                 at = "another stands before it" if job.manifest_at >= 0 else "it is not the first record"
-                part.faults.append(_fault(Phase.MANIFEST, line.number, 0, RowFault("manifest_not_first", at)))
+                part.faults.append(fault_of(Phase.MANIFEST, line.number, 0, RowFault("manifest_not_first", at)))
                 continue
             part.examples += 1
             if job.judge is None:
                 if (pointer := first_logprob(value)) is not None:
                     detail = "a score, and no manifest line names the teacher whose it is"
                     fault = RowFault("logprobs_without_manifest", detail, pointer)
-                    part.faults.append(_fault(Phase.UNNAMED, line.number, part.examples, fault))
+                    part.faults.append(fault_of(Phase.UNNAMED, line.number, part.examples, fault))
                 continue
             example = to_example(value, job.judge.top_k)
         except RowFault as fault:
-            part.faults.append(_fault(Phase.LINE, line.number, 0, fault))
+            part.faults.append(fault_of(Phase.LINE, line.number, 0, fault))
             continue
         verdict = job.judge.judge(example, part.examples, line.number)
-        part.faults += [_fault(Phase.EXAMPLE, line.number, part.examples, fault) for fault in verdict.faults]
+        part.faults += [fault_of(Phase.EXAMPLE, line.number, part.examples, fault) for fault in verdict.faults]
         if verdict.row is not None:
             part.kept.append(Kept(verdict.row, line.offset, line.length))
             part.proven, part.beyond = part.proven + verdict.proven, part.beyond + verdict.beyond
@@ -209,7 +209,8 @@ def judge_again(job: Job, place: Place) -> PackedScoredRow:
     return row
 
 
-def _fault(phase: Phase, line: int, example: int, fault: RowFault) -> CorpusFault:
+def fault_of(phase: Phase, line: int, example: int, fault: RowFault) -> CorpusFault:
+    """A fault of a row as one of the corpus; text of plugins may be no UTF-8."""
     detail = fault.detail.encode("utf-8", "backslashreplace").decode("utf-8")
     return CorpusFault(phase=phase, line=line, example=example, code=fault.reason, pointer=fault.pointer, detail=detail)
 
