@@ -64,7 +64,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/mypy fixtures/_download.py fixtures/fetch_model.py fixtures/fetch_rows.py fixtures/kill_training.py \
 	    bench/run.py bench/plain_prepare.py bench/bare_encode.py bench/trl_preparation.py bench/training_kiln.py \
-	    bench/training_trl.py bench/long_vocabulary.py docs/generate.py
+	    bench/training_trl.py bench/long_vocabulary.py bench/distil_step.py docs/generate.py
 
 $(BENCH_VENV)/.installed: pyproject.toml constraints.txt bench/requirements.txt
 	$(PYTHON) -m venv $(BENCH_VENV)

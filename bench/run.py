@@ -1,7 +1,7 @@
 """Side-by-side measurements, as ratios within one run. `make bench` prints them; nothing here is asserted.
 
-    python bench/run.py [prepare] [admit] [train] [verify] [--pairs 3] [--prepare-rows 60000 600000] [--rows 100000]
-                        [--trl-python PYTHON]
+    python bench/run.py [prepare] [admit] [train] [distil] [verify] [--pairs 3] [--prepare-rows 60000 600000]
+                        [--rows 100000] [--trl-python PYTHON]
 
 Machines are noisy, so the programs take turns and the median of the pairs' ratios is what counts. ``--rows 5000
 --pairs 1`` is a quick look at admit.
@@ -14,18 +14,17 @@ import tempfile
 from pathlib import Path
 
 import admit
+import distil
 import prepare
 import train
 import verify
 
-MEASUREMENTS = ("prepare", "admit", "train", "verify")
+MEASUREMENTS = ("prepare", "admit", "train", "distil", "verify")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure kiln against plain programs and against TRL.")
-    parser.add_argument(
-        "what", nargs="*", metavar="prepare|admit|train|verify", help="what to measure; all unless named"
-    )
+    parser.add_argument("what", nargs="*", metavar="|".join(MEASUREMENTS), help="what to measure; all unless named")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each program")
     parser.add_argument("--prepare-rows", type=int, nargs="+", default=[60_000, 600_000])
     parser.add_argument("--rows", type=int, default=100_000, help="conversations that are admitted")
@@ -45,6 +44,8 @@ def main() -> None:
             admit.measure(folder, arguments.rows, arguments.pairs, arguments.trl_python)
         if "train" in what:
             train.measure(folder, arguments.pairs, arguments.trl_python)
+        if "distil" in what:
+            distil.measure()
         if "verify" in what:
             verify.measure(folder, arguments.verify_rows, arguments.pairs)
 
