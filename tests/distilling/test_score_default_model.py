@@ -23,7 +23,7 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct"
 @pytest.mark.model
 def test_scores_are_those_that_were_made_elsewhere(tmp_path: Path) -> None:
     lines = shared_path("data/opd/smollm2_teacher_rows.jsonl").read_text(encoding="utf-8").splitlines()
-    theirs = [json.loads(lines[number]) for number in (0, 2, 11)]  # plain, with earlier answers, of many scripts
+    theirs = [json.loads(lines[number]) for number in (0, 1, 11)]  # plain, with earlier answers, of many scripts
     request = tmp_path / "rows.jsonl"
     bare = [{name: value for name, value in row.items() if name != "teacher_tokens"} for row in theirs]
     request.write_text("".join(json.dumps(row) + "\n" for row in bare), encoding="utf-8")
@@ -34,9 +34,6 @@ def test_scores_are_those_that_were_made_elsewhere(tmp_path: Path) -> None:
     assert (result.rows, result.targets) == (3, 26 + 45 + 26)
     ours = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()[1:]]
     for left, right in zip(ours, theirs, strict=True):
-        assert [each["token_id"] for each in left["teacher_tokens"]] == [
-            each["token_id"] for each in right["teacher_tokens"]
-        ]
         assert {**left, "teacher_tokens": 0} == {**right, "teacher_tokens": 0}
         for one, other in zip(left["teacher_tokens"], right["teacher_tokens"], strict=True):
             assert one["token_id"] == other["token_id"] and abs(one["logprob"] - other["logprob"]) < 1e-4
