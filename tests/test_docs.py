@@ -430,7 +430,15 @@ def test_pages_name_commands_that_exist(name: str) -> None:
 
 def test_readme_lists_what_is_not_built() -> None:
     text = section(page("README.md"), "What this version does not do")
-    assert not [name for name in NOT_BUILT if f"`{name}`" not in text]
+    listed = text.split("\n\n")[0]
+    assert set(re.findall(r"`([a-z-]+)`", listed)) == set(NOT_BUILT)
+
+
+def test_the_tree_of_the_readme_has_every_package_of_the_stages() -> None:
+    tree = section(page("README.md"), "The tree")
+    packages = [path.parent.name for path in (ROOT / "stages" / "kiln_stages").glob("*/__init__.py")]
+    assert packages
+    assert [name for name in packages if not re.search(rf"^ +{name}/ ", tree, re.MULTILINE)] == []
 
 
 def test_readme_lists_the_exit_codes() -> None:
