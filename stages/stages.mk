@@ -32,10 +32,8 @@ $(1)/verified: $(1)/train_receipt.json
 	@touch $$@
 endef
 
-# kiln_run: run directory, config, raw rows, model directory
-define kiln_run
-$(call kiln_data,$(1),$(2),$(3),$(4))
-
+# kiln_train: run directory, config
+define kiln_train
 $(1)/.stamps/train: $(1)/admit_manifest.json $(2)
 	$$(KILN) train $(2) --out $(1) --fresh
 	@mkdir -p $$(@D) && touch $$@
@@ -43,4 +41,35 @@ $(1)/train_receipt.json: $(1)/.stamps/train
 	@grep -qs '"status": "success"' $$@ || $$(KILN) train $(2) --out $(1) --fresh
 
 $(call kiln_verify,$(1))
+endef
+
+# kiln_run: run directory, config, raw rows, model directory
+define kiln_run
+$(call kiln_data,$(1),$(2),$(3),$(4))
+
+$(call kiln_train,$(1),$(2))
+endef
+
+# kiln_score: scored corpus to write, rows to score, teacher's alias, config that they are admitted by. The config names
+# the registry. What a cut run has scored is in CORPUS.partial, and the next one goes on from there.
+define kiln_score
+$(1): $(2) $(4)
+	@rm -f $$@
+	$$(KILN) teacher score $(2) --teacher $(3) --config $(4) --out $$@
+endef
+
+# kiln_admit_scored: run directory, config, scored corpora that it names, model directory
+define kiln_admit_scored
+$(1)/.stamps/admit: $(2) $(3) $(4)/tokenizer.json
+	$$(KILN) admit $(2) --out $(1)
+	@mkdir -p $$(@D) && touch $$@
+$(1)/admit_manifest.json: $(1)/.stamps/admit
+	@test -e $$@ || $$(KILN) admit $(2) --out $(1)
+endef
+
+# kiln_distil: the same arguments
+define kiln_distil
+$(call kiln_admit_scored,$(1),$(2),$(3),$(4))
+
+$(call kiln_train,$(1),$(2))
 endef

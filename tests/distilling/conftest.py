@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 from kiln_stages import admit as stage
+from kiln_stages.training import determinism
 from scored_corpus import ALIAS, Admit, Refuse, Scorer, corpus, register_teacher, teacher_identity
 from tiny_model import write_tiny_model
 
 from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import load_plugins
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _offline() -> None:
+    """Set before the first test, so that no test is the one that changes the environment."""
+    determinism.go_offline()
 
 
 @pytest.fixture(scope="session")

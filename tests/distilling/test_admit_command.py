@@ -16,7 +16,7 @@ from tests_support import shared_path
 
 from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
-from kiln_cli.manifests import document, read_manifest
+from kiln_cli.manifests import document, read_manifest, read_receipt
 from kiln_cli.plugins import load_plugins
 from kiln_cli.terminal import SILENT
 
@@ -132,6 +132,24 @@ def test_the_request_of_the_seed_page_is_admitted(project: Path, student: Path, 
     assert (receipt.teacher_alias, receipt.top_k, receipt.examples) == ("teacher-large@vllm", 32, 1)
     again = kiln("admit", project / "run" / "config.resolved.toml", "--out", project / "run")
     assert "unchanged" in again.err
+
+
+def test_the_request_of_the_seed_page_is_trained(project: Path, student: Path, scorer: Scorer) -> None:
+    identity = teacher_identity(student, max_top_k=32)
+    register_teacher(project / ".kiln", identity, "teacher-large@vllm")
+    (project / "corpus.jsonl").write_bytes(corpus(identity, [scorer.example(top_k=32), scorer.example("B?", top_k=32)]))
+    request = project / "request.json"
+    request.write_text(json.dumps(seed_request(project)))
+    forms = ["--model", str(project / "model"), "--out", str(project / "run")]
+    assert kiln("admit", request, *forms).code == 0
+    done = kiln("train", request, "--adapter", "offline-distilled", *forms)
+    assert done.code == 0, done.err
+    receipt = read_receipt(project / "run" / "train_receipt.json")
+    assert (receipt.adapter_name, receipt.steps) == ("offline-distilled", 2)
+    assert kiln("verify-receipt", project / "run").code == 0
+    refused = kiln("train", request, "--adapter", ".x", *forms)
+    assert refused.code == 2
+    assert "is no name" in refused.err
 
 
 def test_ids_are_required_by_an_option(project: Path, scorer: Scorer, student: Path) -> None:
