@@ -489,11 +489,11 @@ def _overridden(value: dict[str, Any], overrides: Overrides, faults: list[str]) 
         table = value.setdefault(section, {}) if settings else None
         if isinstance(table, dict):  # else decoding names the fault
             table.update(settings)
-    _fill_in_distillation(value)
+    fill_in_distillation(value)
     return decode(RunConfig, value, REFUSED_KEYS, faults)
 
 
-def _fill_in_distillation(value: dict[str, Any]) -> None:
+def fill_in_distillation(value: dict[str, Any]) -> None:
     """Where the rows are scored ones, ``[train]`` keys that are left out have other defaults than for conversations."""
     admit, distill, train = (value.get(name, {}) for name in ("admit", "distill", "train"))
     if not all(isinstance(table, dict) for table in (admit, distill, train)):

@@ -182,9 +182,14 @@ def read_request(value: Mapping[str, Any], refused: Mapping[str, str]) -> Reques
     return _read_distillation(value, refused) if distils else _read_sft(value, refused)
 
 
-def read_config(config: object, refused: Mapping[str, str]) -> Request:
-    """What stands under ``config`` of a request for SFT, alone: the rows come from elsewhere."""
-    reading = _Reading(KEYS, refused, tolerant=False)
+def read_config(config: object, refused: Mapping[str, str], *, distils: bool = False) -> Request:
+    """What stands under ``config`` of a request for SFT or distillation, alone: the rows come from elsewhere.
+
+    An unknown key is a fault in either.
+    """
+    reading = _Reading(DISTILL_KEYS if distils else KEYS, refused, tolerant=False)
+    if distils:
+        _begin_distillation(reading)
     reading.read_config(config)
     return reading.request()
 
@@ -208,7 +213,6 @@ def _read_sft(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
 
 
 def _read_distillation(value: Mapping[str, Any], refused: Mapping[str, str]) -> Request:
-    """The server's default mode is the one that is not built here, so the mode must be said."""
     reading = _Reading(DISTILL_KEYS, refused, tolerant=True)
     for key in reading.look_at(value, ("dataset_path", "teacher", "config"), ""):
         if key != "config":
@@ -216,10 +220,15 @@ def _read_distillation(value: Mapping[str, Any], refused: Mapping[str, str]) -> 
     for key in ("dataset_path", "teacher"):
         if value.get(key) is None:
             reading.faults.append(f"{key} is missing")
-    reading.settings.setdefault("admit", {})["kind"] = "opd"
-    reading.settings.setdefault("distill", {})["training_mode"] = "on_policy"
+    _begin_distillation(reading)
     reading.read_config(value.get("config", {}))
     return reading.request()
+
+
+def _begin_distillation(reading: _Reading) -> None:
+    """The server's default mode is the one that is not built here, so the mode must be said."""
+    reading.settings.setdefault("admit", {})["kind"] = "opd"
+    reading.settings.setdefault("distill", {})["training_mode"] = "on_policy"
 
 
 def from_decimal(value: object) -> object:
@@ -227,9 +236,9 @@ def from_decimal(value: object) -> object:
     return int(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
 
 
-def in_request_terms(fault: str) -> str:
+def in_request_terms(fault: str, keys: Mapping[str, str] = KEYS | DISTILL_KEYS) -> str:
     """A fault of the config that was made of a request, with the request's key in front."""
-    for theirs, ours in {**KEYS, **DISTILL_KEYS}.items():
+    for theirs, ours in keys.items():
         if re.match(rf"{re.escape(ours)}(?![a-z_])", fault):
             return theirs + fault.removeprefix(ours)
     return fault

@@ -172,7 +172,7 @@ def _run_recipe(out: Path, deep: bool, allowed_signers: Path | None) -> Verdict:
         return Verdict([sound])
     claims = [sound, *recipe_claims(out, manifest)]
     for step in manifest.steps:
-        if step.kind == "sft" and (out / step.name / RECEIPT_NAME).exists():  # else a claim has said so
+        if step.kind != "merge" and (out / step.name / RECEIPT_NAME).exists():  # else a claim has said so
             found = run(out / step.name, deep=deep).claims
             claims += [msgspec.structs.replace(one, name=f"{step.name}: {one.name}") for one in found]
     return Verdict(claims)

@@ -6,24 +6,19 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 from kiln_stages.recipes.record import RecipeManifest, read_recipe_manifest
-from kiln_stages.training import loop
-from kiln_stages.training.loop import StepRecord
+from recipe_runs import OUT, Killed, cut, edit, killed, looks, make, make_file, run, states
 from tiny_model import Kiln
 
 from kiln_cli.files import run_lock
 from kiln_cli.manifests import document, read_receipt
 
-OUT = "out"
 RECIPE = """name = "weather"
 [model]
 path = "model"
@@ -59,10 +54,6 @@ name = "model-of-both"
 FIRST_STEPS, SECOND_STEPS = 6, 6
 
 
-class Killed(BaseException):
-    """What ends a training in its own process as SIGKILL would: nothing catches it."""
-
-
 def row(number: int) -> dict[str, Any]:
     question = {"role": "user", "content": f"What is the weather like in city number {number} today?"}
     return {"messages": [question, {"role": "assistant", "content": f"city {number}"}]}
@@ -93,50 +84,8 @@ def mine(tmp_path: Path) -> Callable[[Path], Path]:
     return lambda project: Path(shutil.copytree(project, tmp_path / "mine"))
 
 
-def run(kiln: Kiln, project: Path, *options: str | Path) -> Any:
-    return kiln("recipe", "run", project / "recipe.toml", "--out", project / OUT, *options)
-
-
-def states(kiln: Kiln, project: Path) -> list[str]:
-    done = kiln("recipe", "plan", project / "recipe.toml", "--out", project / OUT, "--json")
-    assert done.code == 0, done.err
-    return [step["state"] for step in json.loads(done.out)["steps"]]
-
-
-def edit(project: Path, old: str, new: str) -> None:
-    path = project / "recipe.toml"
-    assert path.read_text().count(old) >= 1, old
-    path.write_text(path.read_text().replace(old, new, 1))
-
-
 def receipts(project: Path) -> list[dict[str, Any]]:
     return [json.loads((project / OUT / name / "train_receipt.json").read_bytes()) for name in ("first", "second")]
-
-
-def looks(directory: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below a directory, with its time; locks aside, which are touched."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".kiln.lock")
-    return {str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
-
-
-def cut(step: int, end: Callable[[], object], *, of: int) -> Any:
-    """Within the block the ``of``-th training that begins comes to its end behind ``step``."""
-    begun = 0
-
-    def train(*args: object, **kwargs: object) -> Iterator[StepRecord]:
-        nonlocal begun
-        begun += 1
-        mine = begun
-        for record in loop.train(*args, **kwargs):  # type: ignore[arg-type]
-            if mine == of and record.step == step:
-                end()
-            yield record
-
-    return patch("kiln_stages.training.trainer.train", train)
-
-
-def killed() -> None:
-    raise Killed
 
 
 def test_the_receipts_are_a_chain(carried_out: Path, kiln: Kiln) -> None:
@@ -655,24 +604,6 @@ def made(fresh: Path, kiln: Kiln) -> Path:
     done = make(project)
     assert done.returncode == 0, done.stderr
     return project
-
-
-def make_file(kiln: Kiln, project: Path) -> str:
-    before = Path.cwd()
-    os.chdir(project)
-    try:
-        done = kiln("recipe", "plan", "recipe.toml", "--out", OUT, "--makefile")
-    finally:
-        os.chdir(before)
-    assert done.code == 0, done.err
-    (project / "Makefile").write_text(done.out)
-    return done.out
-
-
-def make(project: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = ["make", "-C", str(project), f"KILN={sys.executable} -m kiln_cli.app", *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_make_gives_the_same_adapters(made: Path, carried_out: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from kiln_stages.recipes.makefile import LONGEST_LINE, makefile
 from kiln_stages.recipes.placing import Training, place_steps
-from kiln_stages.recipes.recipe_file import KINDS, REFUSED_KINDS, Merge, Recipe, Sft, read_recipe
+from kiln_stages.recipes.recipe_file import KINDS, REFUSED_KINDS, Merge, Recipe, Train, read_recipe
 
+from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 
 HEAD = """name = "demo"
@@ -79,7 +80,12 @@ step = "second"
 """
     )
     first, second, third, fourth, model, other = recipe.steps
-    assert isinstance(first, Sft) and isinstance(second, Sft) and isinstance(third, Sft) and isinstance(fourth, Sft)
+    assert (
+        isinstance(first, Train)
+        and isinstance(second, Train)
+        and isinstance(third, Train)
+        and isinstance(fourth, Train)
+    )
     assert [step.base for step in (first, second, third, fourth)] == [None, "first", "first", None]
     assert [step.config.run.train.adapter for step in (first, second)] == ["first", "second"]
     assert [step.config.run.train.base_adapter for step in (first, fourth)] == [None, "adapter"]
@@ -102,7 +108,7 @@ def test_a_recipe_in_json_is_the_same_recipe(read: Read) -> None:
     del value["description"]
     one, other = read(HEAD + FIRST), read(json.dumps(value), name="recipe.json")
     assert one.sha256 == other.sha256
-    assert isinstance(one.steps[0], Sft) and isinstance(other.steps[0], Sft)
+    assert isinstance(one.steps[0], Train) and isinstance(other.steps[0], Train)
     assert one.steps[0].config.run == other.steps[0].config.run
 
 
@@ -118,7 +124,7 @@ def test_a_recipe_of_the_public_server_needs_a_model_alone(read: Read) -> None:
     text = json.dumps({"name": "demo", "description": "d", "steps": [step]})
     recipe = read(text, "model.path=model", name="recipe.json")
     (one,) = recipe.steps
-    assert isinstance(one, Sft) and one.config.run.model.path == "model"
+    assert isinstance(one, Train) and one.config.run.model.path == "model"
     assert one.config.run.train.adapter == "one"
     assert recipe.warnings == ["steps[0].config.output_name is passed over: the adapter is named 'one'"]
 
@@ -126,10 +132,11 @@ def test_a_recipe_of_the_public_server_needs_a_model_alone(read: Read) -> None:
 def test_the_page_has_a_recipe_and_every_refused_kind(read: Read) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    recipe = read(example.replace("manners.jsonl", "rows.jsonl"))
+    recipe = read(example.replace("manners.jsonl", "rows.jsonl").replace("teacher.jsonl", "rows.jsonl"))
     assert [(step.name, step.kind) for step in recipe.steps] == [
         ("manners", "sft"),
         ("product", "sft"),
+        ("tone", "opd"),
         ("support-model", "merge"),
     ]
     for kind, reason in REFUSED_KINDS.items():
@@ -158,6 +165,7 @@ def test_a_kind_that_is_not_there_is_refused_with_its_reason(kind: str, read: Re
             "8: steps[0].kind = 'distill' is no kind of step; did you mean 'distill_self'?",
         ),
         ('kind = "zzz"\nname = "x"', f"8: steps[0].kind = 'zzz' is no kind of step; there are {', '.join(KINDS)}"),
+        ('kind = ["sft"]\nname = "x"', "8: steps[0].kind = ['sft'] is no kind of step; did you mean 'sft'?"),
         ('name = "x"', "7: steps[0].kind is missing"),
         ('type = "sft"\nname = "x"', "8: steps[0].type is refused: the key is kind"),
         (f'kind = "sft"\n{ROWS}', "7: steps[0].name is missing"),
@@ -186,11 +194,11 @@ def test_a_kind_that_is_not_there_is_refused_with_its_reason(kind: str, read: Re
         (f'kind = "sft"\nname = "x"\nexample_from = 1\n{ROWS}', "10: steps[0].example_from is no key; did you mean"),
         (
             f'kind = "sft"\nname = "x"\nbase_adapter = "none"\n{ROWS}',
-            "10: steps[0].base_adapter = 'none' is neither a step of kind sft before this one nor the directory",
+            "10: steps[0].base_adapter = 'none' is neither a step of kind sft or opd before this one nor the directory",
         ),
         (
             f'kind = "sft"\nname = "x"\nbase_adapter = "x"\n{ROWS}',
-            "10: steps[0].base_adapter = 'x' is neither a step of kind sft before this one nor the directory",
+            "10: steps[0].base_adapter = 'x' is neither a step of kind sft or opd before this one nor the directory",
         ),
         (f'kind = "sft"\nname = "../x"\n{ROWS}', "9: steps[0].name = '../x' is no name of a step"),
         (f'kind = "sft"\nname = "x.json"\n{ROWS}', "9: steps[0].name = 'x.json' is no name of a step"),
@@ -215,8 +223,11 @@ def test_a_kind_that_is_not_there_is_refused_with_its_reason(kind: str, read: Re
             f'kind = "sft"\nname = "x"\n{ROWS}config = {{ post_eval = {{}} }}',
             "11: steps[0].config.post_eval is refused: not built in this version",
         ),
-        ('kind = "merge"\nname = "x"', "7: steps[0]: no step of kind sft stands before this one"),
-        ('kind = "merge"\nname = "x"\nstep = "y"', "10: steps[0].step = 'y' is no step of kind sft before this one"),
+        ('kind = "merge"\nname = "x"', "7: steps[0]: no step of kind sft or opd stands before this one"),
+        (
+            'kind = "merge"\nname = "x"\nstep = "y"',
+            "10: steps[0].step = 'y' is no step of kind sft or opd before this one",
+        ),
         (
             'kind = "sft"\nname = "x"\n[steps.examples_from]\nexamples = [1, 2020-01-01]',
             "11: steps[0].examples_from.examples[1] is a date; write it as text",
@@ -226,6 +237,81 @@ def test_a_kind_that_is_not_there_is_refused_with_its_reason(kind: str, read: Re
 def test_a_fault_of_a_step(step: str, found: str, read: Read) -> None:
     (fault,) = faults(read, HEAD + "[[steps]]\n" + step + "\n")
     assert fault.startswith(found)
+
+
+OPD = 'kind = "opd"\nname = "x"\n'
+CORPUS = 'dataset_path = "rows.jsonl"\nteacher = "large"\n'
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        ('dataset_path = "rows.jsonl"\n', ["7: steps[0].teacher is missing"]),
+        ('teacher = "large"\n', ["7: steps[0].dataset_path is missing"]),
+        ('dataset_path = "no"\nteacher = "large"\n', ["10: steps[0].dataset_path = 'no': there is no such file"]),
+        (f"{CORPUS}{ROWS}", ["12: steps[0].examples_from is refused: the scored corpus is a file"]),
+        (f'{CORPUS}dataset = "d"\n', ["12: steps[0].dataset is refused: the scored corpus is a file"]),
+        (f"{CORPUS}techer = 1\n", ["12: steps[0].techer is no key; did you mean 'teacher'?"]),
+        (f"{CORPUS}config = {{ topk = 16 }}\n", ["12: steps[0].config.topk is no key; did you mean 'top_k'?"]),
+        (
+            f"{CORPUS}config = {{ invalid_row_policy = 'skip' }}\n",
+            ["12: steps[0].config.invalid_row_policy is refused: "],
+        ),
+        (f"{CORPUS}config = {{ top_k = 8 }}\n", ["12: steps[0].config.top_k = 8: the loss takes 16 or 32"]),
+        (f"{CORPUS}config = {{ echo = {{ lamda = 1 }} }}\n", ["12: steps[0].config.echo.lamda is no key"]),
+        (f"{CORPUS}config = {{ base_adapter = 'a' }}\n", ["12: steps[0].config.base_adapter is refused: the step"]),
+        (CORPUS, ["7: steps[0].config.training_mode = 'on_policy' is not built in this version"]),
+    ],
+)
+def test_a_fault_of_a_step_of_distillation(step: str, found: list[str], read: Read) -> None:
+    mode = step.replace("config = {", 'config = { training_mode = "off_policy",')
+    if "config" not in step and step != CORPUS:
+        mode += 'config = { training_mode = "off_policy" }\n'
+    there = faults(read, HEAD + "[[steps]]\n" + OPD + mode)
+    assert [fault[: len(start)] for fault, start in zip(there, found, strict=True)] == found
+
+
+def test_a_shared_setting_that_no_scored_corpus_has_is_named_where_it_stands(read: Read) -> None:
+    text = HEAD.replace("[train]", '[admit]\ninvalid_row_policy = "skip"\n[train]') + FIRST
+    assert len(read(text).steps) == 1
+    step = f'[[steps]]\n{OPD}{CORPUS}config = {{ training_mode = "off_policy" }}\n'
+    (fault,) = faults(read, text + step)
+    assert fault.startswith("5: admit.invalid_row_policy = 'skip' is not for kind = 'opd': ")
+    assert fault.endswith(" (steps[1])")
+
+
+def test_what_a_step_of_distillation_becomes(read: Read) -> None:
+    step = f"""[[steps]]\n{OPD}{CORPUS}
+[steps.config]
+training_mode = "off_policy"
+top_k = 16
+temperature = 0.5
+echo = {{ lambda = 0.1 }}
+epochs = 3
+"""
+    recipe = read(HEAD + FIRST + step)
+    first, second = recipe.steps
+    assert isinstance(first, Train) and isinstance(second, Train)
+    assert (second.kind, second.base, second.examples) == ("opd", "first", None)
+    run = second.config.run
+    assert (run.admit.kind, run.admit.file, run.distill.teacher) == ("opd", "rows.jsonl", "large")
+    assert run.distill.top_k == 16 and run.distill.echo is not None and run.distill.echo.lambda_ == 0.1
+    assert (run.train.loss, run.train.epochs, run.train.checkpoint_interval) == ("teacher_top_k", 3, 25)
+    assert (first.config.run.train.loss, first.config.run.train.lora_rank) == ("cross_entropy", run.train.lora_rank)
+    assert len(recipe.warnings) == 1
+    assert recipe.warnings[0].startswith("steps[1].config.temperature = 0.5 changes nothing: ")
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_makefile_writes_what_a_reader_of_scored_rows_would_not_take_for_granted(epochs: int, read: Read) -> None:
+    step = f'{OPD}{CORPUS}config = {{ training_mode = "off_policy", epochs = {epochs} }}\n'
+    recipe = read(HEAD + "[[steps]]\n" + step)
+    (one,) = recipe.steps
+    assert isinstance(one, Train)
+    written = re.findall(r"^\t    '(.*)'(?: \\| >> .*)$", makefile(recipe, Path("out")), re.MULTILINE)
+    config = recipe.base_dir / "one.toml"
+    config.write_text("\n".join(line for line in written if not line.startswith("base_dir")))
+    assert load_config(config).run == one.config.run
 
 
 @pytest.mark.parametrize(
@@ -256,7 +342,7 @@ def test_a_fault_of_what_the_steps_share_is_named_once(text: str, found: str, re
 def test_all_faults_are_gathered(read: Read) -> None:
     second = '[[steps]]\nkind = "sft"\nname = "first"\n' + ROWS
     third = '[[steps]]\nkind = "sft"\nname = "third"\nexamples_from = { file = "no" }\nconfig = { lora_rank = 8 }\n'
-    found = faults(read, HEAD.replace("lora_rank", "lora_rnk") + second + third + '[[steps]]\nkind = "opd"\n')
+    found = faults(read, HEAD.replace("lora_rank", "lora_rnk") + second + third + '[[steps]]\nkind = "evaluate"\n')
     assert [fault.partition(":")[0] for fault in found] == ["5", "14", "17"]
 
 

@@ -64,8 +64,10 @@ def recipe_claims(out: Path, manifest: RecipeManifest) -> Iterator[Claim]:
 def _check_receipt(out: Path, step: StepRecord) -> str:
     receipt = read_receipt(require(out / step.name / RECEIPT_NAME))
     output = receipt.adapters["output"] or {}
-    return differ("its content_sha256", receipt.content_digest(), step.receipt_content_sha256) or differ(
-        "its adapter", output.get("content_sha256"), step.adapter_content_sha256
+    return (
+        differ("its content_sha256", receipt.content_digest(), step.receipt_content_sha256)
+        or differ("its adapter", output.get("content_sha256"), step.adapter_content_sha256)
+        or differ("its kind of training", receipt.hyperparameters.get("mode"), step.kind)
     )
 
 

@@ -33,6 +33,7 @@ from kiln_stages.recipes.record import (
 )
 from kiln_stages.recipes.standing import Standing, Standings
 from kiln_stages.training.checkpoint import list_checkpoints
+from kiln_stages.training.kinds import kind_named
 
 
 class StepEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,10 +117,13 @@ class _CarryingOut:
         )
 
     def _admit_all(self) -> None:
-        """A row that is refused stops the recipe here, not behind the trainings before its step."""
+        """A row or a loss that is refused stops the recipe here, not behind the trainings before its step."""
+        from kiln_stages.training.inputs import loss_for
+
         for number, placed in enumerate(self.placed, start=1):
             if isinstance(placed, Training):
                 with self._step(number, placed):
+                    loss_for(kind_named(placed.step.kind), placed.config, self.plugins)
                     self._admit(placed)
 
     def _admit(self, training: Training) -> None:
@@ -236,7 +240,7 @@ def _record(placed: Placed, standing: Standing) -> StepRecord:
     assert standing.receipt is not None, "every step is done"
     return StepRecord(
         name=placed.step.name,
-        kind="sft",
+        kind=placed.step.kind,
         step=placed.step.base,
         adapter_content_sha256=standing.receipt.adapters["output"]["content_sha256"],
         receipt_content_sha256=standing.receipt.content_digest(),

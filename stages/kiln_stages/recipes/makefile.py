@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from kiln_cli.config import SCHEMA, LoadedConfig, RunConfig
+from kiln_cli.config import SCHEMA, LoadedConfig, RunConfig, fill_in_distillation
 from kiln_cli.errors import KilnError
 from kiln_cli.manifests import relative_base
 from kiln_cli.sections import without_none
 from kiln_cli.text import printable
+from kiln_stages.distilling.registry import FILE_NAME as TEACHERS
 from kiln_stages.recipes.placing import Merging, Placed, Training, place_steps
 from kiln_stages.recipes.recipe_file import Recipe
 
@@ -83,6 +84,8 @@ def _rules(placed: Placed) -> str:
         rows = _path(path)
     elif config.run.admit.file is not None:
         rows = _path(config.resolve(config.run.admit.file))
+        if placed.step.kind == "opd":  # its teacher may have been pinned anew
+            rows += f" {_path(config.resolve(config.run.admit.registry) / TEACHERS)}"
     if config.run.admit.held_out and rows != "FORCE":
         rows += " FORCE"  # what is held out may have changed, too
     made += _file_rule(_beside(placed, "toml"), _settings(config, placed.run.parent).splitlines())
@@ -101,9 +104,18 @@ def _beside(training: Training, ending: str) -> Path:
 
 def _settings(config: LoadedConfig, directory: Path) -> str:
     """The config as TOML, for a file in ``directory``; what is as it is by default is left out."""
-    value = _beyond(msgspec.to_builtins(config.run), msgspec.to_builtins(RunConfig(schema="kiln.config.v1")))
+    value = _beyond(msgspec.to_builtins(config.run), _defaults(config))
     base = {"schema": SCHEMA, "base_dir": relative_base(directory, config.base_dir)}
     return tomli_w.dumps({**base, **without_none(value)})
+
+
+def _defaults(config: LoadedConfig) -> dict[str, Any]:
+    """What a reader of the config takes for granted, which depends on the kind of its rows."""
+    value: dict[str, Any] = {"schema": SCHEMA, "admit": {"kind": config.run.admit.kind}}
+    fill_in_distillation(value)
+    del value["admit"]  # the kind itself must be said
+    defaults: dict[str, Any] = msgspec.to_builtins(msgspec.convert(value, RunConfig))
+    return defaults
 
 
 def _beyond(value: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,15 @@ import msgspec
 from kiln_cli.config import LoadedConfig
 from kiln_stages.admitting.given import Given, given_values, named_rows
 from kiln_stages.correcting.admitted import ACTIVE
-from kiln_stages.recipes.recipe_file import Merge, Recipe, Sft
+from kiln_stages.recipes.recipe_file import Merge, Recipe, Train
 
 ADAPTER = Path("train") / "adapter"
 
 
 class Training(NamedTuple):
-    """A step of kind sft in its run directory. ``config`` names the base adapter by path, whichever it is."""
+    """A training in its run directory. ``config`` names the base adapter by path, whichever it is."""
 
-    step: Sft
+    step: Train
     run: Path
     config: LoadedConfig
     recipe: str
@@ -43,6 +43,8 @@ class Training(NamedTuple):
         admit = self.config.run.admit
         if self.step.examples is not None:
             return f"{len(self.step.examples)} of the recipe"
+        if self.step.kind == "opd":
+            return f"file {admit.file}, scored by {self.config.run.distill.teacher}"
         if admit.dataset is None:
             return f"file {admit.file}"
         return admit.dataset if self.keeps_its_rows else f"data set {admit.dataset}, {admit.dataset_split}"
@@ -67,7 +69,7 @@ def place_steps(recipe: Recipe, out: Path) -> list[Placed]:
     ]
 
 
-def _training(recipe: Recipe, step: Sft, out: Path) -> Training:
+def _training(recipe: Recipe, step: Train, out: Path) -> Training:
     config = step.config
     if step.base is not None:
         # Relative, however --out was given: the text goes into the receipt, where no machine's path belongs.

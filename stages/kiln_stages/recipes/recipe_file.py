@@ -12,27 +12,34 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from kiln_cli.config import SCHEMA as CONFIG_SCHEMA
-from kiln_cli.config import LoadedConfig, NonEmpty, NotBlank, RunConfig, faulty, parse_table, read_text
+from kiln_cli.config import (
+    LoadedConfig,
+    NonEmpty,
+    NotBlank,
+    RunConfig,
+    faulty,
+    fill_in_distillation,
+    parse_table,
+    read_text,
+)
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN
 from kiln_cli.identity import Domain, domain_json_sha256
 from kiln_cli.refused_keys import REFUSED_KEYS
-from kiln_cli.request_form import in_request_terms, read_config
+from kiln_cli.request_form import DISTILL_KEYS, KEYS, in_request_terms, read_config
 from kiln_cli.sections import CrossFault, Section, assign, decode
 from kiln_cli.text import printable
 from kiln_stages.training.base_adapter import CONFIG as ADAPTER_CONFIG
 
 SHARED = ("project", "model", "admit", "train")
-KINDS = ("sft", "merge")
 # Kinds that the design or the public server names, and why there is no such step.
 REFUSED_KINDS = {
-    "opd": "a step of distillation is not built in this version",
     "evaluate": "evaluation is not built in this version",
     "distill_merge": "distillation is not built in this version; kind merge puts an adapter into the base model",
     "distill_pump": "distillation is not built in this version",
@@ -47,13 +54,20 @@ REFUSED_AT_TOP = {
 }
 REFUSED_IN_STEP = {
     "type": "the key is kind",
+    "output_name": "the adapter has the name of its step",
+}
+REFUSED_IN_SFT = {
     "dataset_path": "the key is examples_from.file",
     **dict.fromkeys(("dataset", "dataset_split", "examples", "file"), "it stands under examples_from"),
-    "output_name": "the adapter has the name of its step",
+    "teacher": "a step of kind opd learns a teacher's scores",
+}
+REFUSED_IN_OPD = {
+    **dict.fromkeys(("examples_from", "file"), "the scored corpus is a file, and its key is dataset_path"),
+    **dict.fromkeys(("dataset", "dataset_split", "examples"), "the scored corpus is a file: dataset_path"),
 }
 # Settings of a config that are each step's own, so that no table of the recipe has them.
 OF_STEPS = {
-    "admit.kind": "a step of kind sft has rows of conversations",
+    "admit.kind": "a step's own kind says what its rows are",
     "admit.file": "each step has its rows under examples_from",
     "admit.dataset": "each step has its rows under examples_from",
     "admit.dataset_split": "each step has its rows under examples_from",
@@ -64,15 +78,15 @@ OF_STEPS = {
 IN_COMMON = ("lora_rank", "lora_alpha", "target_modules", "dtype")
 
 
-class Sft(msgspec.Struct, frozen=True, kw_only=True):
+class Train(msgspec.Struct, frozen=True, kw_only=True):
     """A training. ``base``: the step whose adapter it begins with; an adapter elsewhere stands in ``config``.
     ``examples``: rows of the recipe itself; None where ``config`` says where they are."""
 
     name: str
+    kind: Literal["sft", "opd"]
     config: LoadedConfig
     examples: list[Any] | None
     base: str | None
-    kind: Literal["sft"] = "sft"
 
 
 class Merge(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +97,7 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["merge"] = "merge"
 
 
-Step = Sft | Merge
+Step = Train | Merge
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,14 +167,74 @@ class _Named(Section, frozen=True, kw_only=True):
             )
 
 
-class _SftFields(_Named, frozen=True, kw_only=True):
+class _OfTraining(_Named, frozen=True, kw_only=True):
+    """What every training has. Of a kind, ``KIND`` is its name, ``FORM`` the keys of its ``config``, ``FILE`` the key
+    of its file of rows; ``file`` and ``examples`` are the rows where they are given so, and ``settings`` the tables of
+    a config that say what the rows are."""
+
     base_adapter: NotBlank | None = None
-    examples_from: _ExamplesFrom
     config: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _SftFields(_OfTraining, frozen=True, kw_only=True):
+    examples_from: _ExamplesFrom
+
+    KIND: ClassVar[Literal["sft"]] = "sft"
+    FORM: ClassVar[Mapping[str, str]] = KEYS
+    FILE: ClassVar[str] = "examples_from.file"
+
+    @property
+    def file(self) -> str | None:
+        return self.examples_from.file
+
+    @property
+    def examples(self) -> list[Any] | None:
+        return self.examples_from.examples
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        return {"admit": self.examples_from.settings()}
+
+
+class _OpdFields(_OfTraining, frozen=True, kw_only=True):
+    dataset_path: NonEmpty
+    teacher: NonEmpty
+
+    KIND: ClassVar[Literal["opd"]] = "opd"
+    FORM: ClassVar[Mapping[str, str]] = DISTILL_KEYS
+    FILE: ClassVar[str] = "dataset_path"
+
+    @property
+    def file(self) -> str:
+        return self.dataset_path
+
+    @property
+    def examples(self) -> None:
+        return None
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        return {"admit": {"file": self.dataset_path}, "distill": {"teacher": self.teacher}}
 
 
 class _MergeFields(_Named, frozen=True, kw_only=True):
     step: NonEmpty | None = None
+
+
+_TrainFields = _SftFields | _OpdFields
+
+
+class _Kind(NamedTuple):
+    """The keys that a step of a kind has, and those that it is refused for a reason."""
+
+    fields: type[_SftFields] | type[_OpdFields] | type[_MergeFields]
+    refused: Mapping[str, str]
+
+
+KINDS = {
+    "sft": _Kind(_SftFields, {**REFUSED_KEYS, **REFUSED_IN_STEP, **REFUSED_IN_SFT}),
+    "opd": _Kind(_OpdFields, {**REFUSED_KEYS, **REFUSED_IN_STEP, **REFUSED_IN_OPD}),
+    "merge": _Kind(_MergeFields, REFUSED_IN_STEP),
+}
+TRAINING = "step of kind sft or opd"  # what leaves an adapter
 
 
 def read_recipe(path: Path, assignments: Iterable[str] = ()) -> Recipe:
@@ -193,7 +267,7 @@ class _Reader:
         self.faults: list[str] = []
         self.warnings: list[str] = []
         self.steps: dict[str, Step] = {}
-        self.trainings: list[str] = []  # names of the steps of kind sft so far, sound or not
+        self.trainings: list[str] = []  # names of the trainings so far, sound or not
         self.shared = {name: table for name in SHARED if isinstance(table := value.get(name, {}), dict)}
         self.shared_faults: list[str] = []
 
@@ -233,8 +307,16 @@ class _Reader:
         if (fault := _kind_fault(at, value)) is not None:
             self.faults.append(fault)
             return
-        step = self._read_sft(at, value) if value["kind"] == "sft" else self._read_merge(at, value)
-        if value["kind"] == "sft":
+        kind = KINDS[value["kind"]]
+        fields: _SftFields | _OpdFields | _MergeFields | None = decode(
+            kind.fields, value, kind.refused, self.faults, at
+        )
+        step: Step | None = None
+        if isinstance(fields, _MergeFields):
+            step = self._merge(at, fields)
+        elif fields is not None:
+            step = self._training(at, fields)
+        if issubclass(kind.fields, _OfTraining):
             self.trainings.append(str(value.get("name")))
         if step is None:
             return
@@ -243,73 +325,70 @@ class _Reader:
         else:
             self.steps[step.name] = step
 
-    def _read_merge(self, at: str, value: dict[str, Any]) -> Merge | None:
-        fields = decode(_MergeFields, value, REFUSED_IN_STEP, self.faults, at)
-        if fields is None:
-            return None
-        of = fields.step if fields.step is not None else self._last_sft()
+    def _merge(self, at: str, fields: _MergeFields) -> Merge | None:
+        of = fields.step if fields.step is not None else self._last_training()
         if of is None:
-            self.faults.append(f"{at}: no step of kind sft stands before this one, so there is no adapter to merge")
+            self.faults.append(f"{at}: no {TRAINING} stands before this one, so there is no adapter to merge")
         elif of not in self.trainings:
-            self.faults.append(f"{at}.step = {printable(of)!r} is no step of kind sft before this one")
+            self.faults.append(f"{at}.step = {printable(of)!r} is no {TRAINING} before this one")
         else:
             return Merge(name=fields.name, of=of)
         return None
 
-    def _read_sft(self, at: str, value: dict[str, Any]) -> Sft | None:
+    def _training(self, at: str, fields: _TrainFields) -> Train | None:
         before = len(self.faults)
-        fields = decode(_SftFields, value, {**REFUSED_KEYS, **REFUSED_IN_STEP}, self.faults, at)
-        if fields is None:
-            return None
         base, elsewhere = self._base(at, fields)
-        if (file := fields.examples_from.file) is not None and not Path(self.base_dir / file).exists():
-            self.faults.append(f"{at}.examples_from.file = {printable(file)!r}: there is no such file")
+        if (file := fields.file) is not None and not Path(self.base_dir / file).exists():
+            self.faults.append(f"{at}.{fields.FILE} = {printable(file)!r}: there is no such file")
         config = self._step_config(at, fields, elsewhere)
         if config is None or len(self.faults) > before:
             return None
         self._check_in_common(at, base, config)
-        return Sft(name=fields.name, config=config, examples=fields.examples_from.examples, base=base)
+        return Train(name=fields.name, kind=fields.KIND, config=config, examples=fields.examples, base=base)
 
-    def _base(self, at: str, fields: _SftFields) -> tuple[str | None, str | None]:
+    def _base(self, at: str, fields: _TrainFields) -> tuple[str | None, str | None]:
         """The step whose adapter this one begins with, or the directory of an adapter elsewhere."""
         wanted = fields.base_adapter
         if wanted is None:
-            return self._last_sft(), None
+            return self._last_training(), None
         if wanted in self.trainings:
             return wanted, None
         if not (Path(os.path.normpath(self.base_dir / wanted)) / ADAPTER_CONFIG).is_file():
             self.faults.append(
-                f"{at}.base_adapter = {printable(wanted)!r} is neither a step of kind sft before this one nor the "
+                f"{at}.base_adapter = {printable(wanted)!r} is neither a {TRAINING} before this one nor the "
                 f"directory of an adapter ({ADAPTER_CONFIG} is not there)"
             )
         return None, wanted
 
-    def _last_sft(self) -> str | None:
+    def _last_training(self) -> str | None:
         return self.trainings[-1] if self.trainings else None
 
-    def _step_config(self, at: str, fields: _SftFields, base_adapter: str | None) -> LoadedConfig | None:
+    def _step_config(self, at: str, fields: _TrainFields, base_adapter: str | None) -> LoadedConfig | None:
         """The config that the step runs under: the shared tables, its own settings over them, and its name and rows."""
         given = dict(fields.config)
         if given.pop("output_name", None) not in (None, fields.name):
             self.warnings.append(f"{at}.config.output_name is passed over: the adapter is named {fields.name!r}")
         if given.pop("base_adapter", None) is not None:
             self.faults.append(f"{at}.config.base_adapter is refused: the step itself has base_adapter")
-        request = read_config(given, REFUSED_KEYS)
-        faults, settings = request.faults, request.settings
-        value: dict[str, Any] = {name: {**self.shared.get(name, {}), **settings.get(name, {})} for name in SHARED}
-        value["admit"] |= fields.examples_from.settings()
-        value["train"] |= {"adapter": fields.name}
-        if base_adapter is not None:
-            value["train"]["base_adapter"] = base_adapter
-        run = decode(RunConfig, {"schema": CONFIG_SCHEMA, **value}, REFUSED_KEYS, faults)
+        request = read_config(given, REFUSED_KEYS, distils=fields.KIND == "opd")
+        faults, own = request.faults, {"train": {"adapter": fields.name, "base_adapter": base_adapter}}
+        value: dict[str, Any] = {"schema": CONFIG_SCHEMA}
+        for tables in (self.shared, request.settings, fields.settings(), own):
+            for name, table in tables.items():
+                value[name] = {**value.get(name, {}), **table}
+        fill_in_distillation(value)
+        run = decode(RunConfig, value, REFUSED_KEYS, faults)
         self.warnings += [f"{at}.{key} is ignored: {reason}" for key, reason in request.ignored.items()]
-        self.faults += [f"{at}.{_in_step_terms(fault)}" for fault in faults if fault not in self.shared_faults]
-        return None if run is None else LoadedConfig(run=run, base_dir=self.base_dir, path=self.path)
+        self.faults += [_in_step_terms(at, fields, fault) for fault in faults if fault not in self.shared_faults]
+        if run is None:
+            return None
+        self.warnings += [_in_step_terms(at, fields, text) for text in run.distill.warnings()]
+        return LoadedConfig(run=run, base_dir=self.base_dir, path=self.path)
 
     def _check_in_common(self, at: str, base: str | None, config: LoadedConfig) -> None:
         """A step that would be refused behind hours of the one before is refused now."""
         before = self.steps.get(base) if base is not None else None
-        if not isinstance(before, Sft):
+        if not isinstance(before, Train):
             return
         for name in IN_COMMON:
             mine, theirs = getattr(config.run.train, name), getattr(before.config.run.train, name)
@@ -324,7 +403,7 @@ def _kind_fault(at: str, value: Mapping[str, Any]) -> str | None:
     kind = value.get("kind")
     if kind is None:
         return f"{at}.type is refused: the key is kind" if "type" in value else f"{at}.kind is missing"
-    if kind in KINDS:
+    if isinstance(kind, str) and kind in KINDS:
         return None
     if isinstance(kind, str) and kind in REFUSED_KINDS:
         return f"{at}.kind = {kind!r} is refused: {REFUSED_KINDS[kind]}"
@@ -333,12 +412,16 @@ def _kind_fault(at: str, value: Mapping[str, Any]) -> str | None:
     return f"{at}.kind = {printable(repr(kind))} is no kind of step; {there_are}"
 
 
-def _in_step_terms(fault: str) -> str:
-    """A fault of the config that was made of a step, by the key of the step."""
-    text = in_request_terms(fault)
+def _in_step_terms(at: str, fields: _TrainFields, fault: str) -> str:
+    """A fault of the config that was made of a step, by the key of the step, or of a table that the steps share."""
+    text = in_request_terms(fault, fields.FORM)
+    if text == fault and text.startswith(tuple(f"{table}." for table in SHARED)):
+        return f"{text} ({at})"
     if text.startswith("dataset_path"):
-        return "examples_from.file" + text.removeprefix("dataset_path")
-    return f"examples_from.{text}" if text.startswith("dataset") else text
+        text = fields.FILE + text.removeprefix("dataset_path")
+    elif text.startswith("dataset"):
+        text = f"examples_from.{text}"
+    return f"{at}.{text}"
 
 
 def _dates(value: object, at: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,7 +37,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     of its own receipt and adapter; a merged model has those of that training, and its ``files``."""
 
     name: str
-    kind: str
+    kind: Literal["sft", "opd", "merge"]
     step: str | None
     adapter_content_sha256: str
     receipt_content_sha256: str

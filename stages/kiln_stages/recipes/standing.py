@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kiln_cli.config import ADMIT_SECTIONS, TRAIN_SECTIONS, LoadedConfig
+from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.identity import sha256_hex
@@ -21,6 +21,8 @@ from kiln_cli.plugins import Plugins
 from kiln_cli.receipts import FileRef, StageManifest, TrainReceipt
 from kiln_stages.admitting.contract import load_terms
 from kiln_stages.contamination.held_out import open_held_out_again
+from kiln_stages.distilling.admitted import scored_corpus
+from kiln_stages.distilling.binding import pinned_teacher
 from kiln_stages.exported_file import ExportedFile
 from kiln_stages.reading.transports import open_plain
 from kiln_stages.recipes.placing import Merging, Placed, Training
@@ -118,12 +120,15 @@ class Standings:
             return [Changed("admit_manifest.json", ABSENT, "of this step")]
         files, choice = load_terms(training.config, self._plugins)
         found = _differing(
-            ("settings of admission", admit.config_sha256, training.config.sha256(*ADMIT_SECTIONS)),
+            ("settings of admission", admit.config_sha256, training.config.sha256(*admit.details["config_sections"])),
             ("chat template", admit.details["template"]["sha256"], choice.sha256),
             ("tokenizer files", admit.details["tokenizer"], files.file_digests()),
         )
         if not training.keeps_its_rows:
             found += _differing(("rows", [ref.sha256 for ref in admit.inputs], [_rows_sha256(training)]))
+        if training.step.kind == "opd" and (scored := scored_corpus(admit)) is not None:
+            pinned = pinned_teacher(training.config).content_revision
+            found += _differing(("teacher's revision", scored.teacher.content_revision, pinned))
         return found or self._held_out_changes(training, admit)
 
     def _held_out_changes(self, training: Training, admit: StageManifest) -> list[Changed]:

@@ -10,7 +10,7 @@ import msgspec
 
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig
 from kiln_cli.errors import KilnError
-from kiln_cli.extensions import LossFunction
+from kiln_cli.extensions import Loss, LossFunction
 from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins, version
 from kiln_cli.receipts import StageManifest
@@ -22,7 +22,7 @@ from kiln_stages.admitting.recheck import require_same_admission
 from kiln_stages.distilling.recheck import require_same_scored_admission
 from kiln_stages.training.base_adapter import BaseAdapter, read_base_adapter, with_its_receipt
 from kiln_stages.training.corpora import Corpus, admitted_kind
-from kiln_stages.training.kinds import OPD
+from kiln_stages.training.kinds import OPD, Kind
 from kiln_stages.training.loop import TrainRow
 from kiln_stages.training.scored_rows import COLUMNS, ScoredTrainRows
 from kiln_stages.training.tensors import Shard, base_model_sha256, model_config_sha256, weight_shards
@@ -103,22 +103,28 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _loss(self) -> LossFunction:
-        loss, kind = self.plugins.losses.get(self.config.run.train.loss), self.corpus.kind
-        there = COLUMNS if kind is OPD else ()
-        missing = [name for name in loss.columns if name not in there]
-        unused = kind is OPD and not loss.columns
-        if missing or unused:
-            why = f"it reads {', '.join(missing)}" if missing else "it reads nothing of the teacher's scores"
-            raise KilnError(
-                "KLN203",
-                f"[train] loss = {loss.name!r} is not for a {kind.row}: {why}",
-                hint="loss = 'teacher_top_k' is for rows that a teacher scored, 'cross_entropy' for conversations",
-            )
-        if kind is not OPD:
+        loss = loss_for(self.corpus.kind, self.config, self.plugins)
+        if self.corpus.kind is not OPD:
             return loss.load()
         settings = self.config.run.distill
         factor = 0.0 if settings.echo is None else settings.echo.lambda_
         return loss.load(echo_lambda=factor, tail_bucket=settings.tail_bucket, coverage=settings.coverage)
+
+
+def loss_for(kind: Kind, config: LoadedConfig, plugins: Plugins) -> Loss:
+    """Raises KilnError KLN212 for a loss that no plugin has, KLN203 for one that is not for rows of this kind."""
+    loss = plugins.losses.get(config.run.train.loss)
+    there = COLUMNS if kind is OPD else ()
+    missing = [name for name in loss.columns if name not in there]
+    unused = kind is OPD and not loss.columns
+    if missing or unused:
+        why = f"it reads {', '.join(missing)}" if missing else "it reads nothing of the teacher's scores"
+        raise KilnError(
+            "KLN203",
+            f"[train] loss = {loss.name!r} is not for a {kind.row}: {why}",
+            hint="loss = 'teacher_top_k' is for rows that a teacher scored, 'cross_entropy' for conversations",
+        )
+    return loss
 
 
 def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Progress) -> Inputs:

@@ -16,12 +16,15 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import flush_files, hash_file, publish_directory, read_bounded, write_file
 from kiln_cli.receipts import TrainReceipt
 from kiln_cli.text import printable
-from kiln_stages.admitting.corpus import read_corpus
+from kiln_stages.admitting.corpus import AdmittedRow, read_corpus
 from kiln_stages.admitting.model_files import FILE_LIMIT
+from kiln_stages.distilling.rows import ScoredRow, ScoredRows
 from kiln_stages.evidence.model_card import merged_card
+from kiln_stages.evidence.receipt_claims import kind_of
 from kiln_stages.exported_file import ExportedFile
 from kiln_stages.training import determinism
 from kiln_stages.training.adapted import load_adapted, load_causal, logits
+from kiln_stages.training.kinds import OPD
 from kiln_stages.training.metrics import read_steps
 from kiln_stages.training.tokenizer_copy import KINDS
 
@@ -70,7 +73,7 @@ def export_merged(run: Path, config: LoadedConfig, receipt: TrainReceipt, target
         )
     determinism.fix(config.run.train.threads)
     dtype, adapter = config.run.train.dtype, run / receipt.adapters["output"]["path"]
-    texts = _proof_rows(run)
+    texts = _proof_rows(run, receipt)
     model = load_adapted(run, config, receipt)
     wanted = [logits(model, text) for text in texts]
     model = model.merge_and_unload()
@@ -96,9 +99,10 @@ def export_merged(run: Path, config: LoadedConfig, receipt: TrainReceipt, target
     )
 
 
-def _proof_rows(run: Path) -> list[list[int]]:
+def _proof_rows(run: Path, receipt: TrainReceipt) -> list[list[int]]:
     """The ids of a few admitted rows, cut to a length that is quickly gone over."""
-    rows = read_corpus(run / "admit" / "corpus.parquet")
+    path = run / "admit" / "corpus.parquet"
+    rows: Sequence[AdmittedRow | ScoredRow] = ScoredRows(path) if kind_of(receipt) is OPD else read_corpus(path)
     return [row.input_ids[:PROOF_TOKENS] for row in rows[:PROOF_ROWS]]
 
 
