@@ -363,11 +363,15 @@ def test_a_server_that_stays_away_keeps_what_was_scored(
 
 
 def test_an_error_does_not_wait_for_other_rows(home: Path, served: ServedTeacher, tiny_model: Path, kiln: Kiln) -> None:
-    """Requests that are under way end with the first error, as with Ctrl-C, however long the server would think."""
+    """Requests that are under way end with the first row's error, as with Ctrl-C, however long the server would
+    think. Which request is the first row's is learnt from a run that has one under way at a time."""
     thinking = threading.Event()
+    served.change = lambda request, answer: b"no JSON"
+    assert score(kiln, home, tiny_model, "--requests", "1").code == 2
+    first_row = served.requests[0]["prompt"]
 
     def change(request: dict[str, Any], answer: dict[str, Any]) -> Any:
-        if request is served.requests[0]:
+        if request["prompt"] == first_row:
             return b"no JSON"
         thinking.wait(60)
         return answer
