@@ -7,15 +7,11 @@ are kept out of training by them.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from kiln_cli.identity import canonical_json, sha256_hex
+from kiln_cli.white_space import trimmed, words
 
-# Unicode's White_Space. Python's own split also takes U+001C to U+001F, which are not in it.
-WHITE_SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_SPACES = re.compile(f"[{WHITE_SPACE}]+")
-_NOT_SPACES = re.compile("[\x1c-\x1f]")
 # Where a row that has no id at its root may have one, first come first served.
 _PLACES = ("metadata", "provenance", "extra")
 
@@ -46,7 +42,7 @@ def normal_text(text: str) -> str:
 
     Composed and decomposed letters stay apart, as do compatibility forms.
     """
-    return " ".join(_words(text)).lower()
+    return " ".join(words(text)).lower()
 
 
 def group_id(row: Any) -> str | None:
@@ -65,18 +61,6 @@ def _named(row: Any, name: str) -> str | None:
         return None
     for place in (row, *(row.get(key) for key in _PLACES)):
         text = place.get(name) if isinstance(place, dict) else None
-        if isinstance(text, str) and (trimmed := _trimmed(text)):
-            return trimmed
+        if isinstance(text, str) and (found := trimmed(text)):
+            return found
     return None
-
-
-def _trimmed(text: str) -> str:
-    if _NOT_SPACES.search(text) is None:
-        return text.strip()
-    return re.sub(rf"\A{_SPACES.pattern}|{_SPACES.pattern}\Z", "", text)
-
-
-def _words(text: str) -> list[str]:
-    if _NOT_SPACES.search(text) is None:
-        return text.split()
-    return [word for word in _SPACES.split(text) if word]

@@ -18,7 +18,8 @@ from kiln_cli import strict_json
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.lines import LINE_CAP, LineReader
 from kiln_cli.text import printable
-from kiln_stages.correcting.correction import MARKER, WHITE_SPACE, Correction
+from kiln_cli.white_space import trimmed
+from kiln_stages.correcting.correction import MARKER, Correction
 from kiln_stages.correcting.json_members import values
 from kiln_stages.correcting.store import Line, Store, changing
 from kiln_stages.reading.sources import json_lines
@@ -116,7 +117,7 @@ def _add_one(store: Store, given: GivenCorrection, retrain: bool, done: Added) -
         (done.changed if changed else done.unchanged).append(request_id)
     correction = line.correction
     assert correction is not None
-    if not correction.user.strip(WHITE_SPACE):
+    if not trimmed(correction.user):
         raise RowFault("malformed", "user is blank", "/user")
     if correction.state() == "stale":
         done.stale.append(request_id)

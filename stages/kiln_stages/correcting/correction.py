@@ -14,9 +14,8 @@ from kiln_cli import strict_json
 from kiln_cli.chat import ChatRow
 from kiln_cli.errors import RowFault
 from kiln_cli.lines import LINE_CAP
+from kiln_cli.white_space import trimmed
 
-# Unicode's White_Space, which the public server trims by; Python's own strip() takes U+001C..U+001F as well.
-WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 # What training writes, and nobody else.
 MARKER = ("trained_into", "trained_at", "trained_row_sha256")
 
@@ -62,10 +61,6 @@ class Correction(msgspec.Struct, frozen=True, kw_only=True):
     def active(self) -> bool:
         """Whether it is to be trained on: the rule of the public server."""
         return self.trained_into is None and not self.unfit()
-
-
-def trimmed(text: str) -> str:
-    return text.strip(WHITE_SPACE)
 
 
 def read_correction(text: bytes) -> Correction:

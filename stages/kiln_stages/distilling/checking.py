@@ -14,7 +14,7 @@ from kiln_cli.errors import RowFault
 from kiln_cli.files import open_input
 from kiln_cli.lines import Line, LineReader
 from kiln_stages.distilling.corpus import CorpusFault, FirstRecord, Phase, fault_of, first_record
-from kiln_stages.distilling.examples import LINE_CAP, Example, first_logprob, parse_line, to_example, trimmed
+from kiln_stages.distilling.examples import LINE_CAP, Example, first_logprob, parse_line, to_example, trimmed_line
 from kiln_stages.distilling.identity import MAX_VOCABULARY, IdentityFault, TeacherIdentity, is_manifest, parse_manifest
 from kiln_stages.distilling.scores import candidate_fault, narrowed
 
@@ -47,7 +47,7 @@ def _of_lines(stream: BinaryIO, record: FirstRecord, identity: TeacherIdentity |
     top_k = resolve_top_k(TOP_K_SIZES[0], offered, vocabulary) or min(offered, vocabulary)
     examples = 0
     for line in LineReader(stream, cap=LINE_CAP, hashed=False):
-        text = None if line.text is None else trimmed(line.text)
+        text = None if line.text is None else trimmed_line(line.text)
         if text == b"" or (record.is_manifest and line.offset == record.offset):
             continue
         try:

@@ -18,7 +18,7 @@ import msgspec
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.lines import LineReader
 from kiln_cli.text import printable
-from kiln_stages.distilling.examples import LINE_CAP, first_logprob, parse_line, to_example, trimmed
+from kiln_stages.distilling.examples import LINE_CAP, first_logprob, parse_line, to_example, trimmed_line
 from kiln_stages.distilling.identity import MANIFEST_BYTES, is_manifest
 from kiln_stages.distilling.judging import Judge
 from kiln_stages.distilling.rows import PackedScoredRow
@@ -115,7 +115,7 @@ def first_record(stream: BinaryIO) -> FirstRecord | None:
     """The first line with anything on it; None for a file of blank lines. ``stream`` is read from its start."""
     stream.seek(0)
     for line in LineReader(stream, cap=LINE_CAP, hashed=False):
-        if line.text is not None and not trimmed(line.text):
+        if line.text is not None and not trimmed_line(line.text):
             continue
         whole = read_text(stream, line.offset, min(line.length, MANIFEST_BYTES + 2))
         return FirstRecord(line.number, line.offset, _without_line_end(whole), _calls_itself_manifest(line.text))
@@ -128,7 +128,7 @@ def _without_line_end(line: bytes) -> bytes:
 
 def _calls_itself_manifest(text: bytes | None) -> bool:
     try:
-        return text is not None and is_manifest(parse_line(trimmed(text), len(text)))
+        return text is not None and is_manifest(parse_line(trimmed_line(text), len(text)))
     except RowFault:
         return False
 
@@ -158,7 +158,7 @@ def judge_range(job: Job, piece: Range) -> bytes:
     lines = LineReader(stream, cap=LINE_CAP, start=piece.start, hashed=False)
     part = Part()
     for line in lines:
-        text = None if line.text is None else trimmed(line.text)
+        text = None if line.text is None else trimmed_line(line.text)
         if line.offset == job.manifest_at:
             continue
         if text == b"":
@@ -199,7 +199,7 @@ def judge_again(job: Job, place: Place) -> PackedScoredRow:
     line = read_text(job.stream, place.offset, place.length)
     try:
         assert job.judge is not None, "only an example that was judged is judged again"
-        example = to_example(parse_line(trimmed(line), place.length), job.judge.top_k)
+        example = to_example(parse_line(trimmed_line(line), place.length), job.judge.top_k)
         row = job.judge.judge(example, place.row_index, place.line).row
     except RowFault:
         row = None

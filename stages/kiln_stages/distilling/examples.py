@@ -17,6 +17,7 @@ from kiln_cli.chat import misfit, normalise
 from kiln_cli.errors import RowFault
 from kiln_cli.strict_json import type_name
 from kiln_cli.text import printable
+from kiln_cli.white_space import trimmed
 from kiln_stages.distilling.trajectory import Segment
 from kiln_stages.labelling.rendering import Message
 
@@ -28,9 +29,6 @@ _CANDIDATE_FIELDS = frozenset(("token_id", "logprob"))
 _SEGMENT_FIELDS = frozenset(("role", "content", "kind", "tool_call_id", "warning_prefix_len"))
 _INTEGERS, _NUMBERS = frozenset((int,)), frozenset((int, float, strict_json.WideDouble))
 _NO_NUMBERS = frozenset(("-inf", "inf", "+inf", "-infinity", "infinity", "+infinity", "nan"))
-# White space of Unicode, which the public server trims from a line; ASCII's goes first.
-_WHITE = "".join(map(chr, (*range(0x9, 0xE), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029)))
-_WHITE += "\u202f\u205f\u3000"
 
 
 class Entry(NamedTuple):
@@ -57,12 +55,12 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
 
 
-def trimmed(text: bytes) -> bytes:
+def trimmed_line(text: bytes) -> bytes:
     """A line without the white space of Unicode around it. Bytes that are no UTF-8 stay as they are."""
     if text[:1] == b"{" and text[-1:] == b"}":
         return text
     try:
-        return text.decode("utf-8").strip(_WHITE).encode("utf-8")
+        return trimmed(text.decode("utf-8")).encode("utf-8")
     except UnicodeDecodeError:
         return text
 

@@ -17,7 +17,7 @@ from kiln_cli.errors import RowFault
 from kiln_cli.files import open_input
 from kiln_cli.lines import LineReader
 from kiln_cli.text import printable
-from kiln_stages.distilling.examples import LINE_CAP, Example, parse_line, to_example, trimmed
+from kiln_stages.distilling.examples import LINE_CAP, Example, parse_line, to_example, trimmed_line
 from kiln_stages.distilling.identity import is_manifest
 from kiln_stages.distilling.targets import TargetFinder, Targets
 
@@ -50,7 +50,7 @@ def request_rows(path: Path) -> Iterator[RequestRow | RefusedRow]:
     """The rows of a file in order, blank lines left out. Raises KilnError KLN204 where it cannot be read."""
     with open_input(path) as stream:
         for line in LineReader(stream, LINE_CAP, hashed=False):
-            text = line.text if line.text is None else trimmed(line.text)
+            text = line.text if line.text is None else trimmed_line(line.text)
             if text == b"":
                 continue
             try:
