@@ -27,7 +27,7 @@ from kiln_cli.text import printable
 from kiln_stages.admitting import fingerprint
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.special_tokens import require_markers
-from kiln_stages.distilling.admitted import DETAILS, Alignment, ScoredBy, ScoredCorpus, scored_corpus
+from kiln_stages.distilling.admitted import DETAILS, Alignment, scored_corpus
 from kiln_stages.distilling.binding import REFUSED, Binding, bind, pinned_teacher
 from kiln_stages.distilling.corpus import (
     RANGE_BYTES,
@@ -392,20 +392,8 @@ def _input(receipt: ScoredIngestion) -> FileRef:
 
 def _details(scored: Scored, contract: Contract) -> dict[str, Any]:
     receipt, binding = scored.receipt, scored.binding
-    corpus = ScoredCorpus(
-        path=receipt.source_locator,
-        sha256=receipt.source_sha256,
-        teacher=ScoredBy(
-            alias=receipt.teacher_alias,
-            content_revision=receipt.teacher_content_revision,
-            identity=receipt.teacher_identity,
-        ),
-        top_k=receipt.top_k,
-        alignment=receipt.alignment,
-        rows_sha256=receipt.scored_corpus_sha256,
-    )
     return {
-        DETAILS: msgspec.to_builtins(corpus),
+        DETAILS: msgspec.to_builtins(receipt.corpus()),
         "config_sections": list(DISTILL_SECTIONS),
         "rows": {"from": "file", "shape": receipt.source, "packing": "lines", "elements": False},
         "teacher_tokenizer": binding.tokenizer_config,

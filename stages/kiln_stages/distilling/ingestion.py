@@ -15,7 +15,7 @@ from msgspec import Meta
 from kiln_cli.distillation import TOP_K_SIZES
 from kiln_cli.identity import canonical_json, is_hash, sha256_hex
 from kiln_cli.manifests import damaged, read_document
-from kiln_stages.distilling.admitted import Alignment
+from kiln_stages.distilling.admitted import Alignment, ScoredBy, ScoredCorpus
 from kiln_stages.distilling.identity import TeacherIdentity
 
 SCORED_INGESTION_SCHEMA = "kiln.scored-ingestion.v1"
@@ -74,6 +74,21 @@ class ScoredIngestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def identity(self) -> str:
         """What checkpoints are bound to: SHA-256 of the canonical JSON, without a domain."""
         return "sha256:" + sha256_hex(canonical_json(self))
+
+    def corpus(self) -> ScoredCorpus:
+        """What admit_manifest.json says of the corpus."""
+        return ScoredCorpus(
+            path=self.source_locator,
+            sha256=self.source_sha256,
+            teacher=ScoredBy(
+                alias=self.teacher_alias,
+                content_revision=self.teacher_content_revision,
+                identity=self.teacher_identity,
+            ),
+            top_k=self.top_k,
+            alignment=self.alignment,
+            rows_sha256=self.scored_corpus_sha256,
+        )
 
     def summary(self) -> dict[str, Any]:
         """What checkpoints hold beside the identity, so that a difference from it has a name."""

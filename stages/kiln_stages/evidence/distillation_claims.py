@@ -12,7 +12,7 @@ from kiln_cli.config import RunConfig
 from kiln_cli.distillation import resolve_top_k
 from kiln_cli.errors import KilnError
 from kiln_cli.receipts import EchoBlock, FileRef, OpdBlock, StageManifest, TrainReceipt
-from kiln_stages.distilling.admitted import DETAILS, ScoredBy, ScoredCorpus, scored_corpus
+from kiln_stages.distilling.admitted import DETAILS, scored_corpus
 from kiln_stages.distilling.ingestion import RECEIPT, ScoredIngestion, read_scored_ingestion
 from kiln_stages.distilling.lengths import read_lengths
 from kiln_stages.evidence.claims import Claim, check_file, claim, compare, differ, require
@@ -84,20 +84,7 @@ def _check_ingestion_file(run: Path, receipt: TrainReceipt) -> str:
 
 
 def _check_admit(receipt: TrainReceipt, admit: StageManifest) -> str:
-    ingestion = scored_ingestion(receipt)
-    expected = ScoredCorpus(
-        path=ingestion.source_locator,
-        sha256=ingestion.source_sha256,
-        teacher=ScoredBy(
-            alias=ingestion.teacher_alias,
-            content_revision=ingestion.teacher_content_revision,
-            identity=ingestion.teacher_identity,
-        ),
-        top_k=ingestion.top_k,
-        alignment=ingestion.alignment,
-        rows_sha256=ingestion.scored_corpus_sha256,
-    )
-    return compare(DETAILS, scored_corpus(admit), expected)
+    return compare(DETAILS, scored_corpus(admit), scored_ingestion(receipt).corpus())
 
 
 def _check_corpus(run: Path, receipt: TrainReceipt, admit: StageManifest, digest: Digest) -> str:
