@@ -307,9 +307,12 @@ def config_of_options(
         raise KilnError("KLN201", f"{printable(path)} brings rows of its own (examples)", hint="leave out --file")
     if loaded.run.admit.dataset is None and options["dataset_split"]:
         raise KilnError("KLN201", "--split is for a named data set", hint="name it with --dataset")
-    if registry and loaded.run.admit.dataset is None and loaded.run.distill.teacher is None:
+    admit, teacher = loaded.run.admit, loaded.run.distill.teacher
+    if registry and admit.dataset is None and teacher is None and not admit.held_out:
         raise KilnError(
-            "KLN201", "--registry is for a named data set or a teacher", hint="name it with --dataset or --teacher"
+            "KLN201",
+            "--registry is for a named data set, a teacher or rows that are held out",
+            hint="name one with --dataset, --teacher or --held-out",
         )
     if path is None and model is None and loaded.run.model.path is None:
         raise KilnError("KLN201", "--model is missing", hint="name a Hugging Face model directory")

@@ -250,3 +250,21 @@ def test_rows_of_a_named_data_set_are_held_out(leak: Leak, kiln: Kiln, tmp_path:
     assert done.code == 0, done.err
     receipt = json.loads((tmp_path / "run/admit/sft_ingestion.json").read_bytes())
     assert receipt["rows_kept"] == 40 - len(held_out)
+
+
+def test_held_out_rows_are_looked_for_in_the_registry_that_is_named(
+    leak: Leak, kiln: Kiln, tmp_path: Path, tiny_model: Path
+) -> None:
+    rows = [chat(f"question {number}", f"answer {number}") for number in range(40)]
+    (tmp_path / "rows.jsonl").write_bytes(lines(*rows))
+    assert kiln("dataset", "add", "set", "rows.jsonl", "--registry", "elsewhere").code == 0
+    held_out = (tmp_path / "elsewhere/datasets/set/holdout.jsonl").read_bytes().splitlines()
+    options = ("--file", "rows.jsonl", "--model", tiny_model, "--out", "run", "--registry", "elsewhere")
+    done = kiln("admit", *options, "--held-out", "set:holdout", "--drop-contaminated")
+    assert done.code == 0, done.err
+    receipt = json.loads((tmp_path / "run/admit/sft_ingestion.json").read_bytes())
+    assert held_out and receipt["rows_kept"] == 40 - len(held_out)
+    # What the run keeps of its settings names the same registry.
+    assert kiln("admit", "run/config.resolved.toml", "--out", "run").code == 0
+    refused = kiln("admit", *options)
+    assert refused.code == 2 and "kiln: KLN201: --registry is for" in refused.err
