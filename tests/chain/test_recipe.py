@@ -641,3 +641,61 @@ def test_a_recipe_goes_on_with_what_make_has_done(made: Path, kiln: Kiln, mine: 
     done = run(kiln, project)
     assert done.code == 0, done.err
     assert "first: left as it is" in done.err and looks(project / OUT / "first") == first
+
+
+def test_make_does_nothing_twice_with_rows_of_the_registry(
+    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+) -> None:
+    """Corrections end when they are trained into, and their training stays what it is."""
+    project = mine(fresh)
+    registered(kiln, project)
+    make_file(kiln, project)
+    done = make(project)
+    assert done.returncode == 0, done.stderr
+    assert active(kiln, project) == 0
+    before = receipt_digests(project, "named", "corrected")
+    done = make(project)
+    assert done.returncode == 0, done.stderr
+    assert "admit out/named.toml" in done.stdout, "it looks at the data set"
+    assert "corrected" not in done.stdout and " train " not in done.stdout
+    assert receipt_digests(project, "named", "corrected") == before
+
+
+def receipt_digests(project: Path, *names: str) -> list[str]:
+    return [read_receipt(project / OUT / name / "train_receipt.json").content_sha256 for name in names]
+
+
+DATASETS = """import json
+from pathlib import Path
+
+def load_from_disk(path):
+    return [json.loads(line) for line in (Path(path) / "rows.arrow").read_text().splitlines()]
+"""
+
+
+def test_make_looks_into_a_directory_of_rows(
+    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file within that is written in place leaves the directory's own time as it was. A stand-in for the package
+    datasets reads the directory."""
+    project = mine(fresh)
+    (project / "packages").mkdir()
+    (project / "packages" / "datasets.py").write_text(DATASETS)
+    monkeypatch.syspath_prepend(project / "packages")
+    saved = project / "saved"
+    saved.mkdir()
+    (saved / "state.json").write_text("{}")
+    (project / "rows.jsonl").rename(saved / "rows.arrow")
+    edit(project, 'file = "rows.jsonl"', 'file = "saved"')
+    make_file(kiln, project)
+    done = make(project, "out/first/train_receipt.json")
+    assert done.returncode == 0, done.stderr
+    before = receipt_digests(project, "first")
+    done = make(project, "out/first/train_receipt.json")
+    assert done.returncode == 0 and " train " not in done.stdout, done.stderr
+    assert receipt_digests(project, "first") == before
+    with (saved / "rows.arrow").open("a") as stream:
+        stream.write(json.dumps(row(9)) + "\n")
+    done = make(project, "out/first/train_receipt.json")
+    assert done.returncode == 0, done.stderr
+    assert receipt_digests(project, "first") != before

@@ -38,7 +38,7 @@ SELF := $(lastword $(MAKEFILE_LIST))
 all: {targets}
 """
 TRAINING = """
-{run}/.stamps/admit: {config} {rows}
+{run}/.stamps/admit: {config}{rows}
 	$(KILN) admit {config} --out {run}
 	@mkdir -p $(@D) && touch $@
 {run}/admit_manifest.json: {run}/.stamps/admit
@@ -74,28 +74,35 @@ def _target(placed: Placed) -> str:
 def _rules(placed: Placed) -> str:
     if isinstance(placed, Merging):
         return MERGING.format(target=_path(placed.target), run=_path(placed.run))
-    config, made, rows = placed.config, "", "FORCE"  # a data set may have changed: admit looks each time
+    config, made = placed.config, ""
+    file = None if config.run.admit.file is None else config.resolve(config.run.admit.file)
     if placed.step.examples is not None:
         given = placed.rows()
         assert given is not None and given.texts is not None, "the recipe holds its rows"
-        path = _beside(placed, "rows.jsonl")
-        config = config.replace("admit", file=os.path.relpath(path, config.base_dir))
-        made = _file_rule(path, (text.decode("utf-8") for text in given.texts))
-        rows = _path(path)
-    elif config.run.admit.file is not None:
-        rows = _path(config.resolve(config.run.admit.file))
-        if placed.step.kind == "opd":  # its teacher may have been pinned anew
-            rows += f" {_path(config.resolve(config.run.admit.registry) / TEACHERS)}"
-    if config.run.admit.held_out and rows != "FORCE":
-        rows += " FORCE"  # what is held out may have changed, too
+        file = _beside(placed, "rows.jsonl")
+        config = config.replace("admit", file=os.path.relpath(file, config.base_dir))
+        made = _file_rule(file, (text.decode("utf-8") for text in given.texts))
     made += _file_rule(_beside(placed, "toml"), _settings(config, placed.run.parent).splitlines())
     base = placed.run.parent / placed.step.base if placed.step.base is not None else None
     return made + TRAINING.format(
         run=_path(placed.run),
         config=_path(_beside(placed, "toml")),
-        rows=rows,
+        rows="".join(f" {name}" for name in _watched(placed, file)),
         base=f" {_path(base)}/train_receipt.json" if base is not None else "",
     )
+
+
+def _watched(training: Training, file: Path | None) -> Iterator[str]:
+    """What admission looks again for where it is newer; with FORCE it looks each time. ``file``: of the rows."""
+    if training.keeps_its_rows:
+        return  # they end when they are trained into, and cannot be admitted a second time
+    if file is not None:
+        yield _path(file)
+    if training.step.kind == "opd":  # its teacher may have been pinned anew
+        yield _path(training.config.resolve(training.config.run.admit.registry) / TEACHERS)
+    # A data set, a file within a directory and what is held out may have changed, and no time of a file says so.
+    if file is None or file.is_dir() or training.config.run.admit.held_out:
+        yield "FORCE"
 
 
 def _beside(training: Training, ending: str) -> Path:
