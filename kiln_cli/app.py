@@ -20,6 +20,8 @@ from kiln_cli.plugins import version
 from kiln_cli.terminal import terminal
 from kiln_cli.text import block, printable
 
+# What the system says of a path that was given, where nothing was opened yet.
+_OF_THE_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 # The only place that names stage modules. A module is imported when its command is asked for.
 COMMANDS = {
     "validate": "kiln_stages.validate",
@@ -179,6 +181,9 @@ def _as_kiln_error(error: Exception) -> KilnError:
         return KilnError("KLN201", printable(error.format_message()), hint=f"`{command} --help` shows the forms")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return KilnError("KLN402", f"cannot write the output: {error.strerror}", hint="free space, then run it again")
+    if isinstance(error, OSError) and error.errno in _OF_THE_PATH:
+        where = "the path" if error.filename is None else printable(error.filename)
+        return KilnError("KLN204", f"cannot reach {where}: {error.strerror}", hint="check the path and its permissions")
     if isinstance(error, MemoryError):
         return KilnError("KLN403", "out of memory", hint="lower [admit] max_tokens or use a larger machine")
     wrapped = KilnError(

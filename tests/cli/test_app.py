@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib.util
 import json
 import os
@@ -81,6 +82,9 @@ def test_every_code_has_its_exit_code(
         (RowFault("reason", "detail"), 5, "kiln: KLN501: unexpected RowFault"),
         (RecursionError("deep"), 5, "kiln: KLN501: unexpected RecursionError"),
         (MemoryError(), 4, "kiln: KLN403: out of memory\nhint: "),
+        (PermissionError(errno.EACCES, "Permission denied", "a\nb"), 2, "kiln: KLN204: cannot reach a\\nb: Permission"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a"), 2, "kiln: KLN204: cannot reach a: File name too"),
+        (OSError(errno.EBADF, "Bad file descriptor"), 5, "kiln: KLN501: unexpected OSError"),
         (KeyboardInterrupt(), 130, "kiln: interrupted\n"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from dataset_rows import chat, kiln, write_rows
 from kiln_stages.datasets.entry import read_entry
 
@@ -96,6 +99,31 @@ def test_list_and_show(tmp_path: Path) -> None:
     (tmp_path / ".kiln" / "datasets" / "d" / "train.jsonl").write_bytes(b"")
     assert "changed" in kiln("dataset", "list", *registry).out
     assert kiln("dataset", "show", "d", *registry).code == 2
+
+
+def test_a_data_set_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    for name in ("a", "b", "c"):
+        assert kiln("dataset", "add", name, rows, "--registry", tmp_path / ".kiln").code == 0
+    identity = tmp_path / ".kiln" / "datasets" / "b" / "identity.json"
+    identity.unlink()
+    identity.mkdir()
+
+    whole = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if path.parent.name == "c":  # a directory without permissions, to anyone but root
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return whole(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    listed = kiln("dataset", "list", "--registry", tmp_path / ".kiln")
+    assert [(*cells.split()[:2], cells.split()[-1]) for cells in listed.out.splitlines()[1:]] == [
+        ("a", "1", "whole"),
+        ("b", "0", "unreadable"),
+        ("c", "0", "unreadable"),
+    ]
+    assert listed.code == 0
 
 
 def test_what_is_repeated_and_what_is_broken_is_said(tmp_path: Path) -> None:

@@ -189,12 +189,13 @@ def _read_entry(directory: Path) -> Entry:
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the list. ``state``: "whole" by the sizes of its files, which are looked at and not read."""
+    """A line of the list. ``state``: "whole" by the sizes of its files, which are looked at and not read;
+    "unreadable" where the system does not let them be looked at."""
 
     name: str
     rows: int
     split_rows: dict[Split, int]
-    state: Literal["whole", "changed", "half written"]
+    state: Literal["whole", "changed", "half written", "unreadable"]
 
 
 def summary(registry: Path, name: str) -> Summary:
@@ -203,8 +204,9 @@ def summary(registry: Path, name: str) -> Summary:
     try:
         identity = read_identity(directory)
         sizes = {file: (directory / file).stat().st_size for file in VOUCHED}
-    except (KilnError, FileNotFoundError):
-        return Summary(name=name, rows=0, split_rows={}, state="half written")
+    except (KilnError, FileNotFoundError, PermissionError) as error:
+        refused = isinstance(error, PermissionError) or (isinstance(error, KilnError) and error.code == "KLN204")
+        return Summary(name=name, rows=0, split_rows={}, state="unreadable" if refused else "half written")
     whole = sizes == {file: identity.files[file].bytes for file in VOUCHED if file in identity.files}
     return Summary(name=name, rows=identity.rows, split_rows=identity.split_rows, state="whole" if whole else "changed")
 
