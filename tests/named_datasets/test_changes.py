@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from dataset_rows import A, B, C, chat, kiln, lines_of, write_rows
 from kiln_stages.datasets import changes
@@ -254,6 +255,24 @@ def test_a_directory_of_another_name_is_seen(add: Callable[..., changes.Change],
     shutil.copytree(folder / "d", folder / "e")
     with pytest.raises(KilnError, match="dataset_name is 'd', and the directory is 'e'"):
         read_entry(tmp_path / ".kiln", "e")
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_a_data_set_that_lost_its_rows_is_split_as_it_was(
+    add: Callable[..., changes.Change], tmp_path: Path, append: bool
+) -> None:
+    rows = [A, B, C, *(chat(f"q{number}", "x", doc=number % 2) for number in range(6))]
+    first = add(rows, options={"seed": "7", "train_percent": 50, "group_by": "/doc"})
+    data = tmp_path / ".kiln" / "datasets" / "d" / "data.jsonl"
+    data.unlink()
+    with pytest.raises(KilnError, match=r"data\.jsonl is missing") as refused:
+        changes.split(tmp_path / ".kiln", "d")
+    assert refused.value.hint == "`kiln dataset add` the rows again"
+    assert add(rows, append=append).identity == first.identity
+    data.unlink()
+    assert add(rows, append=append, options={"seed": "8"}).settings.split == msgspec.structs.replace(
+        first.settings.split, seed="8"
+    )
 
 
 # --- names

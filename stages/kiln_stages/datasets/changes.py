@@ -26,6 +26,7 @@ from kiln_cli.text import printable
 from kiln_stages.datasets.building import rebuild
 from kiln_stages.datasets.entry import (
     DATA,
+    IDENTITY,
     MANIFEST,
     SPLIT,
     DatasetIdentity,
@@ -124,11 +125,12 @@ def add(
         if grown is not None and source == "auto":
             _require_shape(rows, shape, label)
         added = sum(1 for _ in _texts(rows.stream, label))  # before anything is written: a row may be refused
+        known = _settings_left(directory) if before is None else None
         asked = Settings(
             dataset_name=name,
             source=shape.name,
             map=dict(mapping or (grown.map if grown is not None else {})),
-            split=changed(SplitConfig(), options or {}),
+            split=changed(SplitConfig() if known is None else known.split, options or {}),
         )
         again = before is not None and _stand_there(directory, rows, label, alone=not append)
         if before is None:
@@ -199,6 +201,12 @@ def _before(directory: Path) -> Before:
         split=known,
         first=identity is None and not (directory / SPLIT).exists(),
     )
+
+
+def _settings_left(directory: Path) -> Settings | None:
+    """Those of a data set that was whole and lost its rows: it is split as it was, unless something else is asked."""
+    whole_once = (directory / IDENTITY).exists() and (directory / MANIFEST).exists()
+    return read_settings(directory) if whole_once else None
 
 
 def _readable(read: Callable[[Path], T], path: Path) -> T | None:
