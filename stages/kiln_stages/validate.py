@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, BinaryIO, Literal, get_args
@@ -379,8 +380,9 @@ def _dataset(path: Path, plugins: Plugins | None = None, source: str = "") -> It
     """A split.json against its own rows; a data set, named by its directory or another of its files, against them."""
     if path.is_dir() or path.name in (entry.MANIFEST, entry.IDENTITY):
         directory = path if path.is_dir() else path.parent
-        yield from (None for _ in entry.split_rows(directory))
-        for difference in checking.verify_directory(directory):
+        verified = checking.verify_directory(directory)
+        yield from repeat(None, verified.rows)
+        for difference in verified.differences:
             yield Finding(file=printable(directory / difference.file), reason="differs", detail=difference.detail)
         return
     try:

@@ -59,6 +59,16 @@ def test_a_directory_is_held_against_its_rows(directory: Path) -> None:
     assert {Path(each["file"]).name for each in report["findings"]} == {"train.jsonl", "identity.json"}
 
 
+@pytest.mark.parametrize(
+    "name, rows", [("split.json", 8), ("identity.json", 8), ("data.jsonl", 0), ("manifest.json", 0)]
+)
+def test_the_rows_are_those_that_were_looked_at(directory: Path, name: str, rows: int) -> None:
+    """Not those that a file beside them claims: without it, none would be told of though all were compared."""
+    (directory / name).unlink()
+    code, report = validate(directory, "--kind", "dataset")
+    assert (code, report["rows"], [Path(each["file"]).name for each in report["findings"]]) == (1, rows, [name])
+
+
 def test_rows_of_a_data_set_are_chat_rows(directory: Path) -> None:
     code, report = validate(directory / "data.jsonl")
     assert (code, report["kind"]) == (0, "sft")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,31 +41,39 @@ class Difference(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Verified(NamedTuple):
+    """``rows``: those of ``data.jsonl`` that everything was made of; 0 where nothing could be."""
+
+    rows: int
+    differences: list[Difference]
+
+
 def verify(registry: Path, name: str) -> list[Difference]:
     """Every difference, none for a sound data set. Raises KilnError KLN212 for an unknown name.
 
     Writes nothing and takes no lock: while another process changes the data set, it differs.
     """
-    return verify_directory(directory_of(registry, name))
+    return verify_directory(directory_of(registry, name)).differences
 
 
-def verify_directory(directory: Path) -> list[Difference]:
+def verify_directory(directory: Path) -> Verified:
     """As :func:`verify`, of a data set by its directory."""
     try:
         settings = read_settings(directory)
     except KilnError as error:
-        return [Difference(MANIFEST, error.message)]
+        return Verified(0, [Difference(MANIFEST, error.message)])
     try:
         with open_input(directory / DATA) as data:
             built = build(data, settings)
             expected = {split: _identity(built.lines(data, split)) for split in SPLIT_FILES}
     except KilnError as error:
-        return [Difference(DATA, error.message)]
-    return [
+        return Verified(0, [Difference(DATA, error.message)])
+    differences = [
         *_of_split(directory, built.manifest),
         *(each for split, file in SPLIT_FILES.items() for each in _of_lines(directory, file, expected[split])),
         *_of_identity(directory, settings, built),
     ]
+    return Verified(len(built.rows), differences)
 
 
 def split_faults(split: SplitManifest) -> Iterator[str]:

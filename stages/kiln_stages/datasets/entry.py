@@ -245,14 +245,6 @@ def is_split(path: Path) -> bool:
         return stream.read() == mark
 
 
-def split_rows(directory: Path) -> list[SplitRow]:
-    """The rows that a data set's split.json lists; none where it cannot be read."""
-    try:
-        return read_split(directory / SPLIT).rows
-    except KilnError:
-        return []
-
-
 def read_split(path: Path) -> SplitManifest:
     """A split.json. Raises KilnError KLN204 or KLN206 for one that is missing, damaged or not in canonical form."""
     data = read_bounded(path, SPLIT_LIMIT)
