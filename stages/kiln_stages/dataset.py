@@ -7,6 +7,7 @@ the files and the rule of the split.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from kiln_cli.terminal import table, terminal
 from kiln_cli.text import printable
 from kiln_stages.datasets import changes, checking
 from kiln_stages.datasets.changes import Change, SplitSize, split_sizes
-from kiln_stages.datasets.entry import Entry, names, read_entry, summary
+from kiln_stages.datasets.entry import Entry, directory_of, names, read_entry, summary, way_out
 from kiln_stages.datasets.moves import Move
 from kiln_stages.datasets.partition import SPLITS, SplitConfig, partition
 from kiln_stages.reading.mapping import parse_map
@@ -133,7 +134,7 @@ def verify_command(name: Name, registry: Registry = DEFAULT, json: Json = False)
         raise KilnError(
             "KLN103",
             f"data set {printable(name)!r} is not what its rows make of it: {len(found)} differences",
-            hint=f"`kiln dataset split {printable(name)}` makes it anew of data.jsonl",
+            hint=way_out(directory_of(registry, name), found[0].file),
         )
     terminal.say(f"data set {printable(name)}: every file is what data.jsonl and manifest.json give")
 
@@ -173,7 +174,8 @@ def _tell(change: Change, registry: Path, json: bool) -> None:
         terminal.json_data(change)
     terminal.say(account(change))
     name = printable(change.settings.dataset_name)
-    terminal.say(f"next: kiln admit --dataset {name} --registry {printable(registry)} --model DIR --out RUN")
+    where = printable(shlex.quote(str(registry)))
+    terminal.say(f"next: kiln admit --dataset {name} --registry {where} --model DIR --out RUN")
 
 
 def account(change: Change) -> str:

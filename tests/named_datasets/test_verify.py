@@ -124,3 +124,29 @@ def test_an_identity_that_does_not_fit_is_refused_by_readers(entry: Entry) -> No
         assert (refused.value.code, "kiln dataset split d" in refused.value.hint) == ("KLN206", True)
         rewrite(entry, "identity.json", **{name: getattr(entry.identity, name)})
     read_entry(entry.directory.parent.parent, "d")
+
+
+@pytest.mark.parametrize(
+    "name, damage, hint",
+    [
+        ("data.jsonl", None, "`kiln dataset add` the rows again"),
+        ("manifest.json", None, "restore manifest.json, or `kiln dataset remove` the data set"),
+        ("manifest.json", b"{", "restore manifest.json, or `kiln dataset remove` the data set"),
+        ("split.json", b"{", "`kiln dataset split d --registry '{registry}'` makes it anew"),
+        ("identity.json", b"{", "`kiln dataset split d --registry '{registry}'` makes it anew"),
+        ("train.jsonl", None, "`kiln dataset split d --registry '{registry}'` makes it anew"),
+    ],
+)
+def test_the_way_out_that_is_named_leads_out(entry: Entry, name: str, damage: bytes | None, hint: str) -> None:
+    registry = entry.directory.parent.parent
+    spaced = registry.rename(registry.with_name("a registry"))
+    file = spaced / "datasets" / "d" / name
+    file.unlink()
+    if damage is not None:
+        file.write_bytes(damage)
+    told = f"hint: {hint.format(registry=spaced)}"
+    verified = kiln("dataset", "verify", "d", "--registry", spaced)
+    assert (verified.code, told in verified.err) == (1, True), verified.err
+    split = kiln("dataset", "split", "d", "--registry", spaced)
+    assert (split.code == 0) == ("dataset split" in hint)
+    assert split.code == 0 or told in split.err, split.err

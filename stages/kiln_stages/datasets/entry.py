@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -277,31 +278,39 @@ def require_vouched(directory: Path, identity: DatasetIdentity) -> None:
 
 def half_written(directory: Path, detail: str) -> KilnError:
     """The error of a data set that a killed process left, or that lost a file."""
-    hint = f"`{remedy(directory)}` makes it anew of {DATA}; `kiln dataset remove` drops it"
-    if not (directory / DATA).exists():
-        hint = "`kiln dataset add` the rows again"
-    elif not (directory / MANIFEST).exists():
-        hint = f"restore {MANIFEST}, or `kiln dataset remove` it"
-    return KilnError("KLN206", f"data set {printable(directory)} is half written: {detail}", hint=hint)
+    return KilnError("KLN206", f"data set {printable(directory)} is half written: {detail}", hint=way_out(directory))
 
 
 def damaged(path: Path, detail: str) -> KilnError:
     """The error of a file of a data set that is not in the form in which it was written."""
-    return KilnError(
-        "KLN206",
-        f"{printable(path)}: {printable(detail)}",
-        hint=f"`{remedy(path.parent)}` makes it anew of {DATA}",
-    )
+    return KilnError("KLN206", f"{printable(path)}: {printable(detail)}", hint=way_out(path.parent, path.name))
+
+
+def way_out(directory: Path, broken: str = "") -> str:
+    """How a data set that is not whole becomes so; ``broken``: a file of it that is there and cannot be used."""
+    if broken == MANIFEST:
+        return f"restore {MANIFEST}, or `kiln dataset remove` the data set"
+    if not (directory / DATA).exists():
+        return "`kiln dataset add` the rows again"
+    if not (directory / MANIFEST).exists():
+        return f"restore {MANIFEST}, or `kiln dataset remove` the data set"
+    return f"`{remedy(directory)}` makes it anew of {DATA}; `kiln dataset remove` drops it"
 
 
 def remedy(directory: Path) -> str:
-    return f"kiln dataset split {printable(directory.name)} --registry {printable(directory.parent.parent)}"
+    """The command that makes a data set anew, as a shell takes it."""
+    return f"kiln dataset split {directory.name} --registry {printable(shlex.quote(str(directory.parent.parent)))}"
 
 
 def _read(path: Path, kind: type[T], schema: str) -> T:
     if not path.exists():
         raise half_written(path.parent, f"{path.name} is missing")
-    return read_document(path, kind, schema)
+    try:
+        return read_document(path, kind, schema)
+    except KilnError as error:
+        if error.code != "KLN206":
+            raise
+        raise KilnError("KLN206", error.message, hint=way_out(path.parent, path.name)) from None
 
 
 def provenance(entry: Entry, split: Split) -> dict[str, Any]:
