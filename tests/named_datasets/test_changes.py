@@ -332,6 +332,17 @@ def test_what_is_removed_is_gone_and_may_come_again(add: Callable[..., changes.C
     assert add([A, B]).identity == first.identity
 
 
+def test_a_link_to_a_data_set_is_not_removed(add: Callable[..., changes.Change], tmp_path: Path) -> None:
+    add([A])
+    folder = tmp_path / ".kiln" / "datasets"
+    (folder / "e").symlink_to("d")
+    with pytest.raises(KilnError, match="is a link") as refused:
+        changes.remove(tmp_path / ".kiln", "e")
+    assert refused.value.code == "KLN204"
+    assert sorted(path.name for path in folder.iterdir()) == [".kiln.lock", "d", "e"]
+    assert read_entry(tmp_path / ".kiln", "d").identity.rows == 1
+
+
 # --- several processes
 
 

@@ -159,8 +159,11 @@ def split(registry: Path, name: str, options: Mapping[str, Any] | None = None) -
 
 
 def remove(registry: Path, name: str) -> Path:
-    """Removes a data set with its rows. Raises KilnError KLN212 for an unknown name."""
+    """Removes a data set with its rows. Raises KilnError KLN212 for an unknown name, KLN204 for a link to a data set:
+    whose rows those are is not for kiln to say."""
     directory = directory_of(registry, name)
+    if directory.is_symlink():
+        raise KilnError("KLN204", f"{printable(directory)} is a link", hint="remove the link, or what it leads to")
     with run_lock(folder(registry), f"{LOCKED_FOR} remove", instead="name another --registry"):
         discard_directory(directory)
     return directory
