@@ -184,6 +184,10 @@ def account(change: Change) -> str:
     lines = [f"data set {printable(identity.dataset_name)}: {identity.rows:,} rows, {change.added:,} added"]
     if change.packing is not None:
         lines.append(f"rows: read as {change.packing}, in the shape {printable(change.settings.source)}")
+    if change.byte_order_mark:
+        lines.append("  a byte-order mark at the start of the file is stepped over")
+    if change.blank_lines:
+        lines.append(f"  blank lines: {change.blank_lines:,}, which are no rows")
     if change.again:
         lines.append("  these rows were the last ones of the data set already; they are not added again")
     if change.repeated:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_rows import chat, kiln, write_rows
+from dataset_rows import chat, kiln, line, lines_of, write_rows
 from kiln_stages.datasets.entry import read_entry
 
 
@@ -124,6 +125,35 @@ def test_a_data_set_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypat
         ("c", "0", "unreadable"),
     ]
     assert listed.code == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_stored_is_said(tmp_path: Path, packed: bool) -> None:
+    """Nobody who reads data.jsonl can count it any more."""
+    text = b"\xef\xbb\xbf" + line(chat("a", "b")) + b"\r\n\r\n \n" + line(chat("c", "d")) + b"\n\n"
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(gzip.compress(text) if packed else text)
+    done = kiln("dataset", "add", "d", file, "--registry", tmp_path / ".kiln")
+    assert (
+        "  a byte-order mark at the start of the file is stepped over\n  blank lines: 3, which are no rows\n"
+        in done.err
+    )
+    registry = ("--registry", tmp_path / ".kiln", "--json")
+    change = json.loads(kiln("dataset", "add", "e", file, *registry).out)
+    assert (change["added"], change["blank_lines"], change["byte_order_mark"]) == (2, 3, True)
+    assert lines_of(tmp_path / ".kiln" / "datasets" / "e" / "data.jsonl") == [
+        line(chat("a", "b")),
+        line(chat("c", "d")),
+    ]
+    change = json.loads(kiln("dataset", "split", "e", *registry).out)
+    assert (change["added"], change["blank_lines"], change["byte_order_mark"]) == (0, 0, False)
+
+
+def test_a_mark_before_an_array_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_bytes(b"\xef\xbb\xbf[" + line(chat("a", "b")) + b"]")
+    done = kiln("dataset", "add", "d", file, "--registry", tmp_path / ".kiln")
+    assert "byte-order mark" in done.err and "blank lines" not in done.err
 
 
 def test_what_is_repeated_and_what_is_broken_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
@@ -63,7 +63,8 @@ class SplitSize(msgspec.Struct, frozen=True, kw_only=True):
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """What a change made of a data set.
 
-    ``added``: rows that came. ``repeated``: those of them whose content was there before; they are kept. ``again``: the
+    ``added``: rows that came; ``blank_lines`` and ``byte_order_mark``: what stood beside them in the file and is not
+    stored. ``repeated``: those of them whose content was there before; they are kept. ``again``: the
     rows were the last ones of the data set, and were not added once more. ``taken_in``: rows that stood in data.jsonl
     and in no split, by an add that was cut short or by hand; below 0 where rows are gone. ``ungrouped``: rows without a
     value where ``group_by`` looks; None without ``group_by``. ``moves`` is None where nobody knows the split of before.
@@ -75,12 +76,23 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     identity: DatasetIdentity
     packing: str | None = None
     added: int = 0
+    blank_lines: int = 0
+    byte_order_mark: bool = False
     repeated: int = 0
     taken_in: int = 0
     again: bool = False
     ungrouped: int | None
     sizes: dict[str, SplitSize]
     moves: list[Move] | None
+
+
+class Taken(NamedTuple):
+    """What a file holds that is added. ``packing`` is None where there is none."""
+
+    rows: int = 0
+    packing: str | None = None
+    blank_lines: int = 0
+    byte_order_mark: bool = False
 
 
 class Before(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +136,7 @@ def add(
         rows, shape = _rows_of(given, label, _wanted(grown, source, mapping), plugins, folder(registry), stack)
         if grown is not None and source == "auto":
             _require_shape(rows, shape, label)
-        added = sum(1 for _ in _texts(rows.stream, label))  # before anything is written: a row may be refused
+        taken = _taken(rows, label)  # before anything is written: a row may be refused
         known = _settings_left(directory) if before is None else None
         asked = Settings(
             dataset_name=name,
@@ -141,7 +153,7 @@ def add(
         if not again:
             _write_rows(directory, rows, label, behind=before is not None)
         settings = asked if before is None else before.settings
-        return _finish(directory, settings, before, added=added, packing=given.packing, again=again)
+        return _finish(directory, settings, before, taken, again=again)
 
 
 def split(registry: Path, name: str, options: Mapping[str, Any] | None = None) -> Change:
@@ -155,7 +167,7 @@ def split(registry: Path, name: str, options: Mapping[str, Any] | None = None) -
             raise half_written(directory, f"{DATA} is missing")
         before = _before(directory)
         settings = msgspec.structs.replace(before.settings, split=changed(before.settings.split, options or {}))
-        return _finish(directory, settings, before)
+        return _finish(directory, settings, before, Taken())
 
 
 def remove(registry: Path, name: str) -> Path:
@@ -238,6 +250,16 @@ def _rows_of(
     if choice.source.read is None:
         return given, choice.source
     return stack.enter_context(spool_records(choice.source, given, scratch)), choice.source
+
+
+def _taken(rows: Plain, label: str) -> Taken:
+    """What a file of rows brings. Raises KilnError KLN206 for a row above the cap."""
+    rows.stream.seek(0)
+    lines, count = LineReader(rows.stream, hashed=False), 0
+    for record in json_lines(lines):
+        row_text(record, label)
+        count += 1
+    return Taken(count, rows.packing, rows.blank + lines.blank, rows.had_bom or lines.had_bom)
 
 
 def _texts(stream: BinaryIO, name: str) -> Iterator[bytes]:
@@ -332,16 +354,9 @@ def _copy_lines(path: Path, out: AtomicFile) -> None:
             out.write(b"\n")
 
 
-def _finish(
-    directory: Path,
-    settings: Settings,
-    before: Before | None,
-    *,
-    added: int = 0,
-    packing: str | None = None,
-    again: bool = False,
-) -> Change:
+def _finish(directory: Path, settings: Settings, before: Before | None, taken: Taken, *, again: bool = False) -> Change:
     """Makes everything anew of data.jsonl, and tells what changed."""
+    added = taken.rows
     built, identity = rebuild(directory, settings)
     rows_before = 0 if before is None else before.rows
     if again:  # those of them that no split knew of
@@ -355,8 +370,10 @@ def _finish(
         directory=str(directory),
         settings=settings,
         identity=identity,
-        packing=packing,
+        packing=taken.packing,
         added=added,
+        blank_lines=taken.blank_lines,
+        byte_order_mark=taken.byte_order_mark,
         repeated=sum(row.keys.content_sha256 in earlier for row in built.rows[len(built.rows) - added :]),
         taken_in=len(built.rows) - added - rows_before,
         again=again,
