@@ -194,10 +194,10 @@ def account(change: Change) -> str:
         lines.append(f"  in the data set before, and kept beside it in the same split: {change.repeated:,}")
     if identity.malformed_rows:
         lines.append(f"  no JSON, and kept as given for admission to refuse: {identity.malformed_rows:,}")
-    if change.taken_in:
-        lines.append(
-            f"  rows of data.jsonl that no split knew of (an add was cut short, or it was edited): {change.taken_in:+,}"
-        )
+    if came := change.taken_in + (change.gone or 0):
+        lines.append(f"  rows of data.jsonl that no split knew of (an add was cut short, or it was edited): {came:+,}")
+    if change.gone:
+        lines.append(f"  rows that were split before and are not in data.jsonl any more: {change.gone:,}")
     lines += _split_lines(config, change.sizes, identity.rows)
     if change.ungrouped:
         lines.append(

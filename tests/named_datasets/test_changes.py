@@ -249,6 +249,31 @@ def test_data_may_be_edited_by_hand(add: Callable[..., changes.Change], tmp_path
     assert (change.added, change.taken_in, change.identity.rows, change.again) == (1, 1, 5, False)
 
 
+def test_a_row_that_was_edited_in_its_place_is_one_that_went_and_one_that_came(
+    add: Callable[..., changes.Change], tmp_path: Path
+) -> None:
+    assert add([A, A, B, C]).gone == 0
+    directory = tmp_path / ".kiln" / "datasets" / "d"
+    lines = lines_of(directory / "data.jsonl")
+
+    def edit() -> None:
+        write_rows(directory / "data.jsonl", [*lines[1:], chat("edited", "x")])
+
+    edit()
+    told = kiln("dataset", "split", "d", "--registry", tmp_path / ".kiln").err
+    assert "that no split knew of (an add was cut short, or it was edited): +1\n" in told
+    assert "rows that were split before and are not in data.jsonl any more: 1\n" in told
+    change = changes.split(tmp_path / ".kiln", "d")
+    assert (change.taken_in, change.gone) == (0, 0)
+    write_rows(directory / "data.jsonl", lines[1:])
+    change = changes.split(tmp_path / ".kiln", "d")
+    assert (change.taken_in, change.gone) == (-1, 1)
+    edit()
+    (directory / "split.json").unlink()
+    change = changes.split(tmp_path / ".kiln", "d")
+    assert (change.taken_in, change.gone) == (1, None)
+
+
 def test_a_directory_of_another_name_is_seen(add: Callable[..., changes.Change], tmp_path: Path) -> None:
     add([A])
     folder = tmp_path / ".kiln" / "datasets"

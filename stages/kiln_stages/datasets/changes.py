@@ -8,6 +8,7 @@ are there or all.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
@@ -23,7 +24,7 @@ from kiln_cli.lines import LineReader
 from kiln_cli.manifests import document
 from kiln_cli.plugins import Plugins
 from kiln_cli.text import printable
-from kiln_stages.datasets.building import rebuild
+from kiln_stages.datasets.building import Built, rebuild
 from kiln_stages.datasets.entry import (
     DATA,
     IDENTITY,
@@ -66,7 +67,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     ``added``: rows that came; ``blank_lines`` and ``byte_order_mark``: what stood beside them in the file and is not
     stored. ``repeated``: those of them whose content was there before; they are kept. ``again``: the
     rows were the last ones of the data set, and were not added once more. ``taken_in``: rows that stood in data.jsonl
-    and in no split, by an add that was cut short or by hand; below 0 where rows are gone. ``ungrouped``: rows without a
+    and in no split, by an add that was cut short or by hand, less the rows that are gone; ``gone``: how many those are,
+    None where nobody knows the rows of before. ``ungrouped``: rows without a
     value where ``group_by`` looks; None without ``group_by``. ``moves`` is None where nobody knows the split of before.
     """
 
@@ -80,6 +82,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     byte_order_mark: bool = False
     repeated: int = 0
     taken_in: int = 0
+    gone: int | None = 0
     again: bool = False
     ungrouped: int | None
     sizes: dict[str, SplitSize]
@@ -376,11 +379,22 @@ def _finish(directory: Path, settings: Settings, before: Before | None, taken: T
         byte_order_mark=taken.byte_order_mark,
         repeated=sum(row.keys.content_sha256 in earlier for row in built.rows[len(built.rows) - added :]),
         taken_in=len(built.rows) - added - rows_before,
+        gone=_gone(before, built),
         again=again,
         ungrouped=len(built.rows) - grouped if isinstance(settings.split.group_by, str) else None,
         sizes=split_sizes(built.components, settings.split),
         moves=moved,
     )
+
+
+def _gone(before: Before | None, built: Built) -> int | None:
+    """Rows that were split and are not in data.jsonl any more, by content."""
+    if before is None or before.first:
+        return 0
+    if before.split is None:
+        return None
+    there = Counter(row.keys.content_sha256 for row in built.rows)
+    return (Counter(row.content_sha256 for row in before.split.rows) - there).total()
 
 
 def split_sizes(components: Iterable[Component], config: SplitConfig) -> dict[str, SplitSize]:
