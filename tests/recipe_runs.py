@@ -32,6 +32,12 @@ def states(kiln: Kiln, project: Path) -> list[str]:
     return [step["state"] for step in json.loads(done.out)["steps"]]
 
 
+def receipt(project: Path, name: str) -> dict[str, Any]:
+    """Of the training in the step of this name."""
+    found: dict[str, Any] = json.loads((project / OUT / name / "train_receipt.json").read_bytes())
+    return found
+
+
 def edit(project: Path, old: str, new: str) -> None:
     path = project / "recipe.toml"
     assert path.read_text().count(old) >= 1, old

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from dataset_rows import write_rows
 from kiln_stages.recipes.record import RecipeManifest, read_recipe_manifest
-from recipe_runs import OUT, Killed, cut, edit, killed, looks, make, make_file, run, states
+from recipe_runs import OUT, Killed, cut, edit, killed, looks, make, make_file, receipt, run, states
 from tiny_model import Kiln
 
 from kiln_cli.files import run_lock
@@ -66,7 +67,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     project.mkdir()
     shutil.copytree(tiny_model, project / "model")
     (project / "recipe.toml").write_text(RECIPE)
-    (project / "rows.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in range(3)))
+    write_rows(project / "rows.jsonl", (row(number) for number in range(3)))
     return project
 
 
@@ -79,13 +80,8 @@ def carried_out(fresh: Path, kiln: Kiln) -> Path:
     return project
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> Callable[[Path], Path]:
-    return lambda project: Path(shutil.copytree(project, tmp_path / "mine"))
-
-
 def receipts(project: Path) -> list[dict[str, Any]]:
-    return [json.loads((project / OUT / name / "train_receipt.json").read_bytes()) for name in ("first", "second")]
+    return [receipt(project, name) for name in ("first", "second")]
 
 
 def test_the_receipts_are_a_chain(carried_out: Path, kiln: Kiln) -> None:
@@ -96,7 +92,7 @@ def test_the_receipts_are_a_chain(carried_out: Path, kiln: Kiln) -> None:
         "path": f"{OUT}/first/train/adapter",
         "receipt": {"path": f"{OUT}/first/train_receipt.json", "content_sha256": first["content_sha256"]},
     }
-    assert [receipt["adapter_name"] for receipt in (first, second)] == ["first", "second"]
+    assert [one["adapter_name"] for one in (first, second)] == ["first", "second"]
     assert (first["steps"], second["steps"]) == (FIRST_STEPS, SECOND_STEPS)
     for name in ("first", "second"):
         done = kiln("verify-receipt", carried_out / OUT / name, "--require-all")
@@ -164,9 +160,9 @@ def test_a_manifest_that_was_changed_and_sealed_again_does_not_verify(
     failing: str,
     carried_out: Path,
     kiln: Kiln,
-    mine: Callable[[Path], Path],
+    copy_of: Callable[..., Path],
 ) -> None:
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     path = project / OUT / "recipe_manifest.json"
     value = json.loads(path.read_bytes())
     edit_value(value)
@@ -181,8 +177,8 @@ def test_a_manifest_that_was_changed_and_sealed_again_does_not_verify(
     assert f"FAIL  {failing}: " in done.out
 
 
-def test_what_is_gone_is_not_checkable(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_what_is_gone_is_not_checkable(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     shutil.rmtree(project / OUT / "first")
     done = kiln("verify-receipt", project / OUT)
     assert done.code == 0, done.out
@@ -190,7 +186,7 @@ def test_what_is_gone_is_not_checkable(carried_out: Path, kiln: Kiln, mine: Call
 
 
 def test_rows_of_the_recipe_are_kept_and_rows_of_a_file_are_not(carried_out: Path) -> None:
-    first, second = (receipt["data"]["sft_ingestion"] for receipt in receipts(carried_out))
+    first, second = (one["data"]["sft_ingestion"] for one in receipts(carried_out))
     assert (first["source"], first["source_locator"]) == ("dataset_path", "rows.jsonl")
     assert (second["source"], second["source_locator"]) == ("recipe", "weather/second")
     assert not (carried_out / OUT / "first" / "admit" / "rows.jsonl").exists()
@@ -219,8 +215,8 @@ def test_the_adapter_of_a_step_is_that_of_the_stages_by_hand(carried_out: Path, 
     assert by_hand["training_data"]["sha256"] == second["training_data"]["sha256"]
 
 
-def test_a_second_run_touches_nothing(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_a_second_run_touches_nothing(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     before = looks(project)
     done = run(kiln, project)
     assert done.code == 0, done.err
@@ -231,9 +227,9 @@ def test_a_second_run_touches_nothing(carried_out: Path, kiln: Kiln, mine: Calla
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_it_and_the_next_run_goes_on(
-    number: signal.Signals, code: int, fresh: Path, carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    number: signal.Signals, code: int, fresh: Path, carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     with cut(3, lambda: os.kill(os.getpid(), number), of=2):
         done = run(kiln, project)
     assert done.code == code
@@ -252,9 +248,9 @@ def test_a_signal_stops_it_and_the_next_run_goes_on(
 
 
 def test_a_signal_behind_the_last_step_of_a_training_stops_before_the_next(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     with cut(FIRST_STEPS, lambda: os.kill(os.getpid(), signal.SIGTERM), of=1):
         done = run(kiln, project)
     assert done.code == 143, done.err
@@ -263,9 +259,9 @@ def test_a_signal_behind_the_last_step_of_a_training_stops_before_the_next(
 
 
 def test_a_training_that_was_killed_goes_on_from_its_checkpoint(
-    fresh: Path, carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     with cut(5, killed, of=1), pytest.raises(Killed):
         run(kiln, project)
     assert states(kiln, project) == ["unfinished", "admitted", "to do"]
@@ -278,9 +274,9 @@ def test_a_training_that_was_killed_goes_on_from_its_checkpoint(
 
 
 def test_one_that_was_killed_before_a_checkpoint_begins_again(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     with cut(1, killed, of=1), pytest.raises(Killed):
         run(kiln, project)
     assert states(kiln, project) == ["unfinished", "admitted", "to do"]
@@ -290,9 +286,9 @@ def test_one_that_was_killed_before_a_checkpoint_begins_again(
 
 
 def test_a_refused_row_stops_it_before_anything_is_trained(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     edit(project, '{ role = "assistant", content = "city 17" }', '{ role = "oracle", content = "city 17" }')
     done = run(kiln, project)
     assert done.code == 1
@@ -304,8 +300,8 @@ def test_a_refused_row_stops_it_before_anything_is_trained(
     assert done.code == 0, done.err
 
 
-def test_a_step_that_fails_stops_the_rest(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(fresh)
+def test_a_step_that_fails_stops_the_rest(fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(fresh)
     edit(project, "epochs = 3\n", "epochs = 3\nlearning_rate = 1e30\n")
     done = run(kiln, project)
     assert done.code == 1
@@ -324,9 +320,9 @@ def test_a_step_that_fails_stops_the_rest(fresh: Path, kiln: Kiln, mine: Callabl
 
 
 def test_a_changed_step_and_what_depends_on_it_is_made_again_on_demand(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     edit(project, "learning_rate = 0.01", "learning_rate = 0.02")
     before = looks(project)
     done = run(kiln, project)
@@ -348,11 +344,11 @@ def test_a_changed_step_and_what_depends_on_it_is_made_again_on_demand(
 
 
 def test_a_step_whose_base_changed_alone_is_made_again(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
     """The first step has other rows; the second one's own settings and rows are as they were."""
-    project = mine(carried_out)
-    (project / "rows.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in (5, 6, 7)))
+    project = copy_of(carried_out)
+    write_rows(project / "rows.jsonl", (row(number) for number in (5, 6, 7)))
     assert states(kiln, project) == ["changed", "waits", "waits"]
     done = run(kiln, project)
     assert done.code == 2 and "\n  rows: ['" in done.err
@@ -366,9 +362,9 @@ def test_a_step_whose_base_changed_alone_is_made_again(
 
 
 def test_a_first_step_that_comes_out_the_same_leaves_the_second_as_it_is(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     shutil.rmtree(project / OUT / "first")
     assert states(kiln, project) == ["to do", "waits", "waits"]
     second = looks(project / OUT / "second")
@@ -378,8 +374,8 @@ def test_a_first_step_that_comes_out_the_same_leaves_the_second_as_it_is(
     assert looks(project / OUT / "second") == second
 
 
-def test_other_held_out_rows_are_named(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(fresh)
+def test_other_held_out_rows_are_named(fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(fresh)
     held = project / "held.jsonl"
     held.write_text(json.dumps(row(90)) + "\n")
     edit(project, "[train]\n", '[admit]\nheld_out = ["held.jsonl"]\n[train]\n')
@@ -393,8 +389,8 @@ def test_other_held_out_rows_are_named(fresh: Path, kiln: Kiln, mine: Callable[[
     assert done.code != 0 and "step 'first' (1 of 3): " in done.err, "a row of the step is one of them"
 
 
-def test_another_base_model_is_named(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_another_base_model_is_named(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     weights = project / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     done = run(kiln, project)
@@ -407,9 +403,9 @@ def test_another_base_model_is_named(carried_out: Path, kiln: Kiln, mine: Callab
 
 
 def test_an_adapter_that_was_damaged_is_made_again_from_its_checkpoint(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     adapter = project / OUT / "second" / "train" / "adapter" / "adapter_model.safetensors"
     sound = adapter.read_bytes()
     adapter.write_bytes(sound[:-1] + b"\1")
@@ -420,10 +416,10 @@ def test_an_adapter_that_was_damaged_is_made_again_from_its_checkpoint(
 
 
 def test_a_merged_model_without_its_record_is_moved_aside(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
     """The process died between the two, or the directory is someone else's: it is kept either way."""
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     (project / OUT / "model-of-both.merge.json").unlink()
     assert states(kiln, project) == ["done", "done", "unfinished"]
     done = run(kiln, project)
@@ -443,12 +439,12 @@ def test_plan_without_a_directory_tells_no_state(fresh: Path, kiln: Kiln) -> Non
     ]
 
 
-def test_check_says_what_it_read(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+def test_check_says_what_it_read(fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
     done = kiln("recipe", "check", fresh / "recipe.toml", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["recipe"] == "weather"
     assert "recipe weather: 3 steps, no fault" in done.err
-    project = mine(fresh)
+    project = copy_of(fresh)
     edit(project, 'kind = "merge"', 'kind = "evaluate"')
     edit(project, "lora_rank = 2", "lora_rnk = 2")
     done = kiln("recipe", "check", project / "recipe.toml")
@@ -457,15 +453,15 @@ def test_check_says_what_it_read(fresh: Path, kiln: Kiln, mine: Callable[[Path],
     assert "recipe.toml:30: steps[2].kind = 'evaluate' is refused" in done.err
 
 
-def test_two_at_once_are_refused(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_two_at_once_are_refused(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     with run_lock(project / OUT, "kiln recipe run", nested=False):
         done = run(kiln, project)
     assert done.code == 4 and "KLN401" in done.err
 
 
-def test_the_lock_sweeps_no_run_of_another_process(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_the_lock_sweeps_no_run_of_another_process(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     others = project / OUT / "second" / "train" / ".kiln-tmp-of-a-running-training"
     others.write_bytes(b"")
     own = project / OUT / ".kiln-tmp-of-a-dead-recipe"
@@ -475,9 +471,9 @@ def test_the_lock_sweeps_no_run_of_another_process(carried_out: Path, kiln: Kiln
 
 
 def test_settings_of_the_command_line_are_part_of_what_to_type_next(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     settings = ["--set", "train.epochs=1", "--set", "steps.1.config.epochs=1"]
     with cut(1, lambda: os.kill(os.getpid(), signal.SIGTERM), of=1):
         done = run(kiln, project, *settings)
@@ -493,20 +489,20 @@ def test_settings_of_the_command_line_are_part_of_what_to_type_next(
     assert planned.err.splitlines()[-1] == f"next: kiln verify-receipt {project}/out"
 
 
-def test_json_has_the_manifest(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    done = run(kiln, mine(carried_out), "--json")
+def test_json_has_the_manifest(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    done = run(kiln, copy_of(carried_out), "--json")
     value = json.loads(done.out)
     assert value["unchanged"] and value["manifest"]["recipe"] == "weather"
     assert [step["what"] for step in value["steps"]] == ["left as it is"] * 3
 
 
-def test_a_step_on_an_adapter_that_lies_elsewhere(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_a_step_on_an_adapter_that_lies_elsewhere(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     edit(project, 'name = "first"\n', 'name = "third"\nbase_adapter = "out/second/train/adapter"\n')
     done = kiln("recipe", "run", project / "recipe.toml", "--out", project / "more")
     assert done.code == 0, done.err
-    receipt = read_receipt(project / "more" / "third" / "train_receipt.json")
-    assert receipt.adapters["base"]["receipt"]["content_sha256"] == receipts(project)[1]["content_sha256"]
+    third = read_receipt(project / "more" / "third" / "train_receipt.json")
+    assert third.adapters["base"]["receipt"]["content_sha256"] == receipts(project)[1]["content_sha256"]
     held = kiln("verify-receipt", project / "more" / "second").out
     for name in ("more/third", "out/second", "out/first"):
         assert f"ok    the base adapter is that of the training of {name}/train_receipt.json" in held
@@ -518,7 +514,7 @@ def test_a_step_on_an_adapter_that_lies_elsewhere(carried_out: Path, kiln: Kiln,
 def registered(kiln: Kiln, project: Path) -> None:
     """A data set ``greetings`` and two corrections in ``.kiln``, and a recipe of a step for each."""
     rows = project / "greetings.jsonl"
-    rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(30, 40)))
+    write_rows(rows, (row(number) for number in range(30, 40)))
     options = ["--registry", project / ".kiln"]
     assert kiln("dataset", "add", "greetings", rows, *options).code == 0
     for number in (1, 2):
@@ -540,19 +536,16 @@ def active(kiln: Kiln, project: Path) -> int:
     return int(json.loads(listed.out)["counts"]["active"])
 
 
-def test_rows_of_the_registry(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+def test_rows_of_the_registry(fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
     """A named data set, then the active corrections: they are marked by the step that trained on them."""
-    project = mine(fresh)
+    project = copy_of(fresh)
     registered(kiln, project)
     assert active(kiln, project) == 2
     done = run(kiln, project)
     assert done.code == 0, done.err
     assert "corrections: 2 marked as trained into corrected" in done.err
     assert active(kiln, project) == 0
-    named, corrected = (
-        json.loads((project / OUT / name / "train_receipt.json").read_bytes())["data"]["sft_ingestion"]
-        for name in ("named", "corrected")
-    )
+    named, corrected = (receipt(project, name)["data"]["sft_ingestion"] for name in ("named", "corrected"))
     assert (named["source"], corrected["source"]) == ("named_dataset", "corrections")
     assert corrected["rows_kept"] == 2
     before = looks(project / OUT)
@@ -561,12 +554,12 @@ def test_rows_of_the_registry(fresh: Path, kiln: Kiln, mine: Callable[[Path], Pa
     assert looks(project / OUT) == before, "corrections that ended change nothing of a step that is done"
 
 
-def test_a_data_set_that_grew_is_named(fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(fresh)
+def test_a_data_set_that_grew_is_named(fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(fresh)
     registered(kiln, project)
     assert run(kiln, project).code == 0
     more = project / "more.jsonl"
-    more.write_text("".join(json.dumps(row(number)) + "\n" for number in range(50, 60)))
+    write_rows(more, (row(number) for number in range(50, 60)))
     assert kiln("dataset", "add", "greetings", more, "--append", "--registry", project / ".kiln").code == 0
     done = run(kiln, project)
     assert done.code == 2
@@ -578,9 +571,9 @@ def test_a_data_set_that_grew_is_named(fresh: Path, kiln: Kiln, mine: Callable[[
 
 
 def test_a_data_set_that_is_not_there_is_an_error_of_its_step(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     registered(kiln, project)
     edit(project, '"greetings"', '"greeting"')
     done = run(kiln, project)
@@ -621,18 +614,18 @@ def test_make_does_nothing_twice(made: Path) -> None:
     assert done.returncode == 0 and "kiln_cli.app" not in done.stdout, done.stdout
 
 
-def test_make_looks_again_where_rows_are_newer(made: Path, mine: Callable[[Path], Path]) -> None:
+def test_make_looks_again_where_rows_are_newer(made: Path, copy_of: Callable[..., Path]) -> None:
     """Rows that are the same for all that: admit and train find their work done, and nothing behind them runs."""
-    project = mine(made)
+    project = copy_of(made)
     (project / "rows.jsonl").touch()
     done = make(project)
     assert done.returncode == 0, done.stderr
     assert "admit out/first.toml" in done.stdout and "export" not in done.stdout
 
 
-def test_a_recipe_goes_on_with_what_make_has_done(made: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
+def test_a_recipe_goes_on_with_what_make_has_done(made: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
     """Rows that lie in a file are the same to both; those of the recipe itself are a file to Make."""
-    project = mine(made)
+    project = copy_of(made)
     assert states(kiln, project)[:2] == ["done", "changed"]
     for path in (project / OUT).iterdir():
         if path.name not in ("first", "first.toml"):
@@ -644,25 +637,21 @@ def test_a_recipe_goes_on_with_what_make_has_done(made: Path, kiln: Kiln, mine: 
 
 
 def test_make_does_nothing_twice_with_rows_of_the_registry(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
     """Corrections end when they are trained into, and their training stays what it is."""
-    project = mine(fresh)
+    project = copy_of(fresh)
     registered(kiln, project)
     make_file(kiln, project)
     done = make(project)
     assert done.returncode == 0, done.stderr
     assert active(kiln, project) == 0
-    before = receipt_digests(project, "named", "corrected")
+    before = [receipt(project, name) for name in ("named", "corrected")]
     done = make(project)
     assert done.returncode == 0, done.stderr
     assert "admit out/named.toml" in done.stdout, "it looks at the data set"
     assert "corrected" not in done.stdout and " train " not in done.stdout
-    assert receipt_digests(project, "named", "corrected") == before
-
-
-def receipt_digests(project: Path, *names: str) -> list[str]:
-    return [read_receipt(project / OUT / name / "train_receipt.json").content_sha256 for name in names]
+    assert [receipt(project, name) for name in ("named", "corrected")] == before
 
 
 DATASETS = """import json
@@ -674,11 +663,11 @@ def load_from_disk(path):
 
 
 def test_make_looks_into_a_directory_of_rows(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file within that is written in place leaves the directory's own time as it was. A stand-in for the package
     datasets reads the directory."""
-    project = mine(fresh)
+    project = copy_of(fresh)
     (project / "packages").mkdir()
     (project / "packages" / "datasets.py").write_text(DATASETS)
     monkeypatch.syspath_prepend(project / "packages")
@@ -690,12 +679,13 @@ def test_make_looks_into_a_directory_of_rows(
     make_file(kiln, project)
     done = make(project, "out/first/train_receipt.json")
     assert done.returncode == 0, done.stderr
-    before = receipt_digests(project, "first")
+    before = receipt(project, "first")
     done = make(project, "out/first/train_receipt.json")
     assert done.returncode == 0 and " train " not in done.stdout, done.stderr
-    assert receipt_digests(project, "first") == before
+    assert receipt(project, "first") == before
     with (saved / "rows.arrow").open("a") as stream:
         stream.write(json.dumps(row(9)) + "\n")
     done = make(project, "out/first/train_receipt.json")
     assert done.returncode == 0, done.stderr
-    assert receipt_digests(project, "first") != before
+    kept = [each["data"]["sft_ingestion"]["rows_kept"] for each in (before, receipt(project, "first"))]
+    assert kept == [3, 4]

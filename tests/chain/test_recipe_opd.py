@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from dataset_rows import write_rows
 from kiln_stages.recipes.record import RecipeManifest, read_recipe_manifest
-from recipe_runs import OUT, Killed, cut, edit, killed, looks, make, make_file, run, states
+from recipe_runs import OUT, Killed, cut, edit, killed, looks, make, make_file, receipt, run, states
 from scored_corpus import ALIAS, register_teacher, teacher_identity
 from scored_run import scored_project
 from tiny_model import Kiln
@@ -64,7 +63,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"messages": [{"role": "user", "content": f"City {number}?"}, {"role": "assistant", "content": "It rains."}]}
         for number in range(3)
     ]
-    (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(project / "rows.jsonl", rows)
     return project
 
 
@@ -75,16 +74,6 @@ def carried_out(fresh: Path, kiln: Kiln) -> Path:
     done = run(kiln, project)
     assert done.code == 0, done.err
     return project
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Callable[[Path], Path]:
-    return lambda project: Path(shutil.copytree(project, tmp_path / "mine"))
-
-
-def receipt(project: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((project / OUT / name / "train_receipt.json").read_bytes())
-    return found
 
 
 def test_the_receipts_are_a_chain(carried_out: Path) -> None:
@@ -118,9 +107,9 @@ def test_the_whole_recipe_verifies(carried_out: Path, kiln: Kiln) -> None:
 
 
 def test_a_manifest_that_calls_the_training_another_kind_does_not_verify(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     path = project / OUT / "recipe_manifest.json"
     manifest = msgspec.json.decode(path.read_bytes(), type=RecipeManifest)
     manifest.steps[1] = msgspec.structs.replace(manifest.steps[1], kind="sft")
@@ -140,8 +129,8 @@ def test_the_plan_names_corpus_and_teacher(carried_out: Path, kiln: Kiln) -> Non
     assert f"file teacher.jsonl, scored by {ALIAS} ({SCORED_ROWS} kept)" in line
 
 
-def test_a_second_run_touches_nothing(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_a_second_run_touches_nothing(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     before = looks(project)
     done = run(kiln, project)
     assert done.code == 0 and done.err.count("left as it is") == 3, done.err
@@ -149,9 +138,9 @@ def test_a_second_run_touches_nothing(carried_out: Path, kiln: Kiln, mine: Calla
 
 
 def test_a_distillation_that_was_killed_goes_on_from_its_checkpoint(
-    fresh: Path, carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     with cut(3, killed, of=2), pytest.raises(Killed):
         run(kiln, project)
     assert states(kiln, project) == ["done", "unfinished", "to do"]
@@ -163,9 +152,9 @@ def test_a_distillation_that_was_killed_goes_on_from_its_checkpoint(
 
 
 def test_other_settings_of_the_distillation_are_made_again_on_demand(
-    carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(carried_out)
+    project = copy_of(carried_out)
     edit(project, 'echo = { env_mask_mode = "full_obs" }\n', "")
     done = run(kiln, project)
     assert done.code == 2
@@ -179,8 +168,8 @@ def test_other_settings_of_the_distillation_are_made_again_on_demand(
     assert kiln("verify-receipt", project / OUT, "--require-all").code == 0
 
 
-def test_a_teacher_that_is_another_now_is_named(carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]) -> None:
-    project = mine(carried_out)
+def test_a_teacher_that_is_another_now_is_named(carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(carried_out)
     identity = teacher_identity(project / "model", base_model_sha256="b" * 64)
     register_teacher(project / ".kiln", identity)
     done = run(kiln, project)
@@ -190,9 +179,9 @@ def test_a_teacher_that_is_another_now_is_named(carried_out: Path, kiln: Kiln, m
 
 
 def test_a_teacher_that_nobody_registered_stops_it_before_anything_is_trained(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     edit(project, ALIAS, "nobody")
     done = run(kiln, project)
     assert done.code == 2
@@ -201,9 +190,9 @@ def test_a_teacher_that_nobody_registered_stops_it_before_anything_is_trained(
 
 
 def test_a_loss_that_is_not_for_its_rows_stops_it_before_anything_is_trained(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     edit(project, "[train]\n", '[train]\nloss = "cross_entropy"\n')
     done = run(kiln, project)
     assert done.code == 2
@@ -212,9 +201,9 @@ def test_a_loss_that_is_not_for_its_rows_stops_it_before_anything_is_trained(
 
 
 def test_a_fault_in_the_corpus_stops_it_before_anything_is_trained(
-    fresh: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     corpus = project / "teacher.jsonl"
     corpus.write_text(corpus.read_text().replace('"teacher_response":"It', '"teacher_response":"That', 1))
     done = run(kiln, project)
@@ -224,9 +213,9 @@ def test_a_fault_in_the_corpus_stops_it_before_anything_is_trained(
 
 
 def test_make_gives_the_same_and_nothing_twice(
-    fresh: Path, carried_out: Path, kiln: Kiln, mine: Callable[[Path], Path]
+    fresh: Path, carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
 ) -> None:
-    project = mine(fresh)
+    project = copy_of(fresh)
     make_file(kiln, project)
     done = make(project)
     assert done.returncode == 0, done.stderr
