@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import threading
@@ -18,6 +19,8 @@ from kiln_stages.distilling.registry import read_registry
 from rows_to_score import ROWS, lines_of, write_rows
 from served_teacher import Change, Scores, ServedTeacher, log_softmax, serving
 from tiny_model import Kiln
+
+from kiln_cli import KilnError
 
 CANARY = "sk-canary-0123456789"
 
@@ -383,6 +386,22 @@ def test_an_error_does_not_wait_for_other_rows(home: Path, served: ServedTeacher
     thinking.set()
     assert done.code == 2 and "KLN220" in done.err
     assert took < 50
+
+
+def test_a_request_that_is_still_connecting_when_all_is_given_up_is_not_sent(
+    served: ServedTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, connect = scoring_endpoint.Server(served.url), http.client.HTTPConnection.connect
+
+    def late(self: http.client.HTTPConnection) -> None:
+        server.give_up()
+        connect(self)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", late)
+    with pytest.raises(KilnError) as caught:
+        server.ask("/v1/completions", {"prompt": [1, 2], "prompt_logprobs": 1, "model": "served"})
+    assert caught.value.code == "KLN404" and "given up" in caught.value.message
+    assert served.requests == []
 
 
 def test_a_server_that_is_not_there_is_told(home: Path, tiny_model: Path, kiln: Kiln, tmp_path: Path) -> None:

@@ -96,6 +96,9 @@ class Server:
             headers["Authorization"] = f"Bearer {self._key}"
         self._open.add(connection)
         try:
+            connection.connect()
+            if self._given_up.is_set():  # meanwhile, when there was no socket to shut down
+                raise ConnectionAbortedError("given up")
             data = None if body is None else msgspec.json.encode(body)
             connection.request("GET" if body is None else "POST", self._path + path, data, headers)
             response = connection.getresponse()
