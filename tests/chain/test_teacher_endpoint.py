@@ -210,6 +210,52 @@ def test_answers_are_written_in_the_order_of_the_request(
     assert [row["id"] for row in lines_of(home / "out.jsonl")[1:]] == [str(number) for number in range(12)]
 
 
+def fainter(served: ServedTeacher, factor: float) -> Change:
+    """Other scores at each request, as a server gives that computes rows together with others."""
+
+    def change(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        for score in (score for entry in entries(answer)[1:] for score in entry.values()):
+            score["logprob"] -= factor * len(served.requests)
+        return answer
+
+    return change
+
+
+@pytest.mark.parametrize("cut", [None, 2, 3])
+def test_rows_of_the_same_tokens_keep_the_scores_of_the_first(
+    cut: int | None, home: Path, served: ServedTeacher, tiny_model: Path, kiln: Kiln, tmp_path: Path
+) -> None:
+    """The same conversation thrice, once as a trajectory whose targets lack the end of the turn."""
+    question = [{"role": "user", "content": "Hi"}]
+    steps = [{"role": "assistant", "content": "yes", "kind": "action"}]
+    plain = {"messages": question, "teacher_response": "yes"}
+    write_rows(home / "rows.jsonl", [{"messages": question, "trajectory": steps}, ROWS[2], plain, {**plain, "id": "c"}])
+    served.change, out = fainter(served, 1e-4), home / "out.jsonl"
+    if cut is not None:
+        served.statuses = [200] * cut + [400]
+        assert score(kiln, home, tiny_model, "--requests", "1").code == 2
+        served.statuses = []
+    assert score(kiln, home, tiny_model, "--requests", "1" if cut else "3").code == 0
+    _, first, _, second, third = (row.get("teacher_tokens") for row in lines_of(out))
+    assert second[: len(first)] == first
+    assert len(second) > len(first)
+    assert third == second
+    done = kiln(
+        "admit", "--file", out, "--teacher", "tiny@served", "--model", tiny_model, "--registry", home / ".kiln",
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    again = score(kiln, home, tiny_model)
+    assert again.code == 0 and "unchanged" in again.err
+    *before, last = out.read_text().splitlines()
+    other = json.loads(last)
+    other["teacher_tokens"][0]["top_logprobs"][-1]["logprob"] -= 0.5
+    out.write_text("\n".join([*before, json.dumps(other, separators=(",", ":"))]) + "\n")
+    refused = score(kiln, home, tiny_model)
+    assert refused.code == 2
+    assert "line 5: an earlier row has the same tokens and other scores" in refused.err
+
+
 def entries(answer: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
     found: list[dict[str, dict[str, Any]]] = answer["choices"][0]["prompt_logprobs"]
     return found

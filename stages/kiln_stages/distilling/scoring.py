@@ -24,6 +24,7 @@ from kiln_cli.text import printable
 from kiln_stages.distilling.candidates import Scored, narrow, scored
 from kiln_stages.distilling.examples import LINE_CAP, parse_line, to_example
 from kiln_stages.distilling.identity import TeacherIdentity
+from kiln_stages.distilling.repeated import WrittenRows
 from kiln_stages.distilling.request_rows import TOKENS, RefusedRow, RequestRow, request_rows
 from kiln_stages.distilling.scores import id_faults, require_count
 from kiln_stages.distilling.targets import TargetFinder, Targets
@@ -114,6 +115,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def rows_path(self) -> Path:
         return self.partial / ROWS
 
+    def written(self, path: Path) -> WrittenRows:
+        """Of a scored file whose lines are yet to be read or written."""
+        return WrittenRows(path, self.finder, self.top_k)
+
     def rows(self) -> Iterator[tuple[RequestRow, Targets]]:
         """Every row with its targets. Raises KilnError KLN113 for the first that has none."""
         for row in request_rows(self.request):
@@ -165,7 +170,7 @@ def score_rows(work: Work, scorer: Callable[[], Scorer], progress: Progress = SI
     survey = _survey(work)
     tally = Tally()
     if work.out.exists():
-        _held(work, work.out, tally, whole=True)
+        _held(work, work.out, tally, work.written(work.out), whole=True)
         found = tally.rows
         if work.partial.exists() and not work.rows_path.exists():
             FS.remove_tree(work.partial)  # a run was killed between its last two acts
@@ -215,7 +220,8 @@ def _survey(work: Work) -> Survey:
 def _score(work: Work, scorer: Callable[[], Scorer], survey: Survey, tally: Tally, progress: Progress) -> int:
     """Scores what is left of the request, and gives the file its name; the count of rows that were there before."""
     path = work.rows_path
-    keep = _held(work, path, tally, whole=False) if path.exists() else 0
+    written = work.written(path)
+    keep = _held(work, path, tally, written, whole=False) if path.exists() else 0
     if not keep:
         write_file(path, b"")
     found = tally.rows
@@ -225,8 +231,9 @@ def _score(work: Work, scorer: Callable[[], Scorer], survey: Survey, tally: Tall
     ):
         if not keep:
             log.append(work.identity.manifest_line())
+            written.add(work.identity.manifest_line(), None)
         if found < survey.rows:
-            _append(work, scorer(), found, log, tally, task)
+            _append(work, scorer(), found, log, tally, written, task)
         log.sync()
     with writing(work.out):
         FS.replace(path, work.out)
@@ -235,12 +242,16 @@ def _score(work: Work, scorer: Callable[[], Scorer], survey: Survey, tally: Tall
     return found
 
 
-def _append(work: Work, scorer: Scorer, found: int, log: AppendLog, tally: Tally, task: Task) -> None:
+def _append(
+    work: Work, scorer: Scorer, found: int, log: AppendLog, tally: Tally, written: WrittenRows, task: Task
+) -> None:
     pending = (pair for number, pair in enumerate(work.rows()) if number >= found)
     for row, targets, scores in _in_order(work, scorer, pending):
         entries = [
             each.written(targets.input_ids[target], text)
-            for each, target, text in zip(scores, targets.action_targets, _texts(work, targets), strict=True)
+            for each, target, text in zip(
+                written.settled(targets, scores), targets.action_targets, _texts(work, targets), strict=True
+            )
         ]
         line = _line(row, entries)
         if len(line) > LINE_CAP:
@@ -248,6 +259,7 @@ def _append(work: Work, scorer: Scorer, found: int, log: AppendLog, tally: Tally
             raise work.refused([(row.line, fault)])
         log.append(line)
         log.sync()
+        written.add(line, targets)
         tally.add(entries)
         task.advance(len(entries), note=f"row {tally.rows}")
 
@@ -284,10 +296,11 @@ def _scores(work: Work, scorer: Scorer, row: RequestRow, targets: Targets) -> li
         raise work.refused([(row.line, fault)]) from fault
 
 
-def _held(work: Work, path: Path, tally: Tally, *, whole: bool) -> int:
+def _held(work: Work, path: Path, tally: Tally, written: WrittenRows, *, whole: bool) -> int:
     """How many bytes of a scored file are what the request asks for; counts its rows. Half a line at the end is none.
 
-    Raises KilnError KLN207 where a line is of another teacher or row, and, with ``whole``, where one is missing.
+    Raises KilnError KLN207 where a line is of another teacher or row, or scores the tokens of an earlier row otherwise,
+    and, with ``whole``, where one is missing.
     """
     keep = 0
     with open_input(path) as stream:
@@ -295,11 +308,15 @@ def _held(work: Work, path: Path, tally: Tally, *, whole: bool) -> int:
         for number, raw in enumerate(stream):
             if not raw.endswith(b"\n"):
                 break
+            line, targets = raw[:-1], None
             if number == 0:
-                if raw[:-1] != work.identity.manifest_line():
+                if line != work.identity.manifest_line():
                     raise _other(path, 1, "it is not the manifest line of this teacher")
             else:
-                _hold(work, path, number + 1, raw[:-1], next(rows, None), tally)
+                targets, scores = _hold(work, path, number + 1, line, next(rows, None), tally)
+                if written.settled(targets, scores) != scores:
+                    raise _other(path, number + 1, "an earlier row has the same tokens and other scores")
+            written.add(line, targets)
             keep += len(raw)
         if whole and (next(rows, None) is not None or keep != path.stat().st_size):
             raise _other(path, tally.rows + 2, "it is missing or cut")
@@ -308,7 +325,8 @@ def _held(work: Work, path: Path, tally: Tally, *, whole: bool) -> int:
 
 def _hold(
     work: Work, path: Path, number: int, line: bytes, expected: tuple[RequestRow, Targets] | None, tally: Tally
-) -> None:
+) -> tuple[Targets, list[Scored]]:
+    """The targets of a line and their scores. Raises KilnError KLN207 where it is not the expected row."""
     if expected is None:
         raise _other(path, number, "the request has no such row")
     row, targets = expected
@@ -321,15 +339,18 @@ def _hold(
         require_count(example.entries, ids, texts.__getitem__)
         for fault in id_faults(example.entries, ids, texts.__getitem__, required=True):
             raise fault
-        for at, (written, token_id, text) in enumerate(zip(entries, ids, texts, strict=True)):
-            _require_as_written(work, written, at, token_id, text)
+        scores = [
+            _as_written(work, written, at, token_id, text)
+            for at, (written, token_id, text) in enumerate(zip(entries, ids, texts, strict=True))
+        ]
     except RowFault as fault:
         raise _other(path, number, _told(fault)) from fault
     tally.add(entries)
+    return targets, scores
 
 
-def _require_as_written(work: Work, written: dict[str, Any], at: int, token_id: int, text: str) -> None:
-    """An entry must be what its own scores come to when they are ranked and written again."""
+def _as_written(work: Work, written: dict[str, Any], at: int, token_id: int, text: str) -> Scored:
+    """The scores of an entry, which must be what they come to when they are ranked and written again."""
     pointer = f"/{TOKENS}/{at}"
     if (found := len(written["top_logprobs"])) != work.top_k:
         raise RowFault("other_top_k", f"it has {found} candidates, not {work.top_k}", pointer)
@@ -339,6 +360,7 @@ def _require_as_written(work: Work, written: dict[str, Any], at: int, token_id: 
     again = scored(scores.items(), token_id, at, work.top_k, work.identity.vocab_size)
     if again.written(token_id, text) != written:
         raise RowFault("other_entry", f"it is not as the scores of {printable(repr(text), 40)} are written", pointer)
+    return again
 
 
 def _texts(work: Work, targets: Targets) -> list[str]:
