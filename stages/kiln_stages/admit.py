@@ -140,6 +140,8 @@ class _Report:
         """The error with all faults that were found."""
         if not self._count:
             return error
+        if self._count == 1:
+            return error
         message = f"{error.message}\n{self._count} faults in all"
         details = scored.fault_details(self._faults) if self._json else None
         return KilnError(error.code, message, hint="mend each; a scored corpus is refused whole", details=details)

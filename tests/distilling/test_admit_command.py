@@ -11,7 +11,7 @@ import pytest
 from dataset_rows import kiln
 from kiln_stages.distilling.ingestion import RECEIPT, read_scored_ingestion
 from kiln_stages.distilling.recheck import require_same_scored_admission
-from scored_corpus import ALIAS, Scorer, corpus, register_teacher, teacher_identity
+from scored_corpus import ALIAS, Scorer, corpus, line, register_teacher, teacher_identity
 from tests_support import shared_path
 
 from kiln_cli.config import load_config
@@ -99,6 +99,32 @@ def test_a_report_lists_every_fault(project: Path, scorer: Scorer, student: Path
     ]
     plain = kiln(*[text for text in arguments if text != "--report"], "--json")
     assert len(json.loads(plain.out)["error"]["details"]["faults"]) == 1
+
+
+@pytest.mark.parametrize("form", ["identity", "no manifest", "no score"])
+def test_a_report_lists_what_is_wrong_with_the_manifest_line(
+    form: str, project: Path, scorer: Scorer, student: Path
+) -> None:
+    row, path = scorer.example(), project / "corpus.jsonl"
+    if form == "identity":
+        register_teacher(project / ".kiln", teacher_identity(student, inference_config_sha256="e" * 64))
+        expected = [":1: teacher_identity_mismatch: "]
+    elif form == "no manifest":
+        path.write_bytes(line(row) + b"\n{\n")
+        expected = [":1: manifest_missing: ", ":1: example 1: logprobs_without_manifest at ", ":2: invalid_json: "]
+    else:
+        path.write_bytes(line({**row, "teacher_tokens": []}) + b"\n{\n")
+        expected = [":1: manifest_missing: ", ":2: invalid_json: "]
+    arguments = ["admit", "--file", path, "--kind", "opd", "--teacher", ALIAS, *options(project, "--report")]
+    done = kiln(*arguments)
+    assert done.code == 1
+    for text, wanted in zip(done.out.splitlines(), expected, strict=True):
+        assert text.startswith(f"{path}{wanted}")
+    assert (f"{len(expected)} faults in all" in done.err) == (len(expected) > 1)
+    assert "--report" not in done.err
+    faults = json.loads(kiln(*arguments, "--json").out)["error"]["details"]["faults"]
+    assert [fault["line"] for fault in faults] == [int(wanted.split(":")[1]) for wanted in expected]
+    assert all(fault["code"] in wanted for fault, wanted in zip(faults, expected, strict=True))
 
 
 def test_a_report_of_a_sound_corpus_admits_it(project: Path) -> None:

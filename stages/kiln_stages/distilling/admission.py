@@ -184,7 +184,7 @@ def read_scored(
         record = first_record(stream)
         if record is None:
             raise KilnError("KLN107", f"{name} holds no rows", hint="every line of it is blank")
-        binding = bind(config, contract, record, name) if record.is_manifest else None
+        binding = _bound(config, contract, record, name, on_fault)
         job = _job(stream, record, binding)
         size = os.fstat(stream.fileno()).st_size
         pool = stack.enter_context(Workers(job, min(available(workers), max(1, size // RANGE_BYTES))))
@@ -331,6 +331,34 @@ class _Tally:
         }
 
 
+def _bound(
+    config: LoadedConfig, contract: Contract, record: FirstRecord, name: str, on_fault: OnFault | None
+) -> Binding | None:
+    """What the manifest line is bound to; None for a corpus without one, which is refused once its lines are read."""
+    if not record.is_manifest:
+        if on_fault is not None:
+            on_fault(name, _manifest_missing(record))
+        return None
+    try:
+        return bind(config, contract, record, name)
+    except KilnError as error:
+        if on_fault is not None and error.code == REFUSED and isinstance(error.details, dict):
+            for fault in error.details["faults"]:
+                on_fault(name, CorpusFault(phase=Phase.MANIFEST, **fault))
+        raise
+
+
+def _manifest_missing(record: FirstRecord) -> CorpusFault:
+    return CorpusFault(
+        phase=Phase.UNNAMED,
+        line=record.number,
+        example=0,
+        code="manifest_missing",
+        pointer="",
+        detail="the first record is no manifest line, so nothing says who scored the corpus",
+    )
+
+
 def _job(stream: BinaryIO, record: FirstRecord, binding: Binding | None) -> Job:
     return Job(stream, None, -1) if binding is None else Job(stream, binding.judge, record.offset)
 
@@ -339,14 +367,7 @@ def _require_sound(tally: _Tally, record: FirstRecord, name: str) -> None:
     """Raises KilnError KLN112 for the first fault, or for a corpus without a manifest; KLN107 without an example."""
     fault = tally.first
     if fault is None and not record.is_manifest:
-        fault = CorpusFault(
-            phase=Phase.UNNAMED,
-            line=record.number,
-            example=0,
-            code="manifest_missing",
-            pointer="",
-            detail="the first record is no manifest line, so nothing says who scored the corpus",
-        )
+        fault = _manifest_missing(record)
     if fault is not None:
         hint = _WHOLE
         if fault.code in ("manifest_missing", "logprobs_without_manifest"):
