@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from scored_corpus import ALIAS, register_teacher
 from scored_run import TEACHER_SEED, scored_run
 from tiny_model import Kiln
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kiln_cli import KilnError
 from kiln_cli.manifests import document, read_receipt
@@ -159,6 +160,38 @@ def test_the_other_commands_tell_of_it_or_refuse_by_name(finished: Path, kiln: K
     for words in (("inspect", run, "1"), ("why", run, "1"), ("export", run, "--layout", "hf")):
         refused = kiln(*words)
         assert refused.code == 2 and "KLN211" in refused.err and "for a scored corpus is not built" in refused.err
+
+
+@pytest.mark.parametrize(("row", "before"), [(1, "city number 0 today?"), (4, "Rain, 3 degrees.")])
+def test_an_answer_is_generated_for_a_scored_example(row: int, before: str, finished: Path, kiln: Kiln) -> None:
+    """After the row's own tokens; of a trajectory its last action is the answer."""
+    done = kiln("generate", finished / RUN, "--row", str(row), "--max-new-tokens", "3", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    given = json.loads((finished / "teacher.jsonl").read_bytes().splitlines()[row])
+    assert found["expected"] == given["teacher_response"]
+    assert before in found["prompt"] and found["prompt"].endswith("assistant\n")
+    scored = ScoredRows(finished / RUN / "admit" / "corpus.parquet")[row - 1]
+    start = max(at for at in scored.action_targets if at - 1 not in scored.action_targets)
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    base = AutoModelForCausalLM.from_pretrained(finished / "model")
+    out = base.generate(input_ids=torch.tensor([scored.input_ids[:start]]), max_new_tokens=3, do_sample=False)
+    assert found["base"] == tokenizer.decode(out[0, start:], skip_special_tokens=True)
+    assert found["adapter"] != found["base"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--row", "11"), "corpus.parquet has no row 11"),
+        (("--row", "1", "--split", "heldout"), "--split names one of: corpus"),
+    ],
+)
+def test_a_scored_example_that_is_not_there_is_told(
+    words: tuple[str, ...], told: str, finished: Path, kiln: Kiln
+) -> None:
+    done = kiln("generate", finished / RUN, *words)
+    assert done.code == 2 and told in done.err, done.err
 
 
 def _sha256(path: Path) -> str:
@@ -454,6 +487,10 @@ def test_the_reverse_kl_on_held_out_rows_is_measured_before_and_after(tmp_path: 
     trainer = Trainer(plan_of(project))
     before = trainer.held_out(ScoredTrainRows(project / RUN / "admit" / "heldout.parquet", observed=False))
     assert before.mean_per_token == held.loss_before
+    given = json.loads((project / "held_out.jsonl").read_bytes().splitlines()[1])
+    for words in ((), ("--split", "heldout")):
+        done = kiln("generate", project / RUN, "--row", "1", "--max-new-tokens", "1", "--json", *words)
+        assert given["messages"][0]["content"] in json.loads(done.out)["prompt"]
 
 
 def test_a_held_out_example_that_is_trained_on_is_refused(tmp_path: Path) -> None:
