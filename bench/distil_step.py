@@ -12,9 +12,12 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from long_vocabulary import HIDDEN, memory_mb
+
+if TYPE_CHECKING:
+    from kiln_stages.training.model import LanguageModel
 
 
 def main() -> None:
@@ -32,25 +35,11 @@ def main() -> None:
     import torch
     from kiln_plugins.teacher_top_k import reverse_kl, teacher_top_k
     from kiln_stages.training.loop import TrainRow, row_loss
-    from kiln_stages.training.model import LanguageModel
-    from transformers import AutoModelForCausalLM, LlamaConfig
 
     from kiln_cli.extensions import LossOut
 
     generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=arguments.positions + 1,
-        tie_word_embeddings=True,
-    )
-    model = LanguageModel(cast(Any, AutoModelForCausalLM).from_config(config, attn_implementation="sdpa"))
-    model.add_lora(16, 32.0, 42)
+    model = fresh_model(arguments.vocabulary, arguments.positions)
     optimizer = torch.optim.AdamW(model.parameters.values(), lr=1e-5)
 
     def row(positions: int) -> TrainRow:
@@ -80,6 +69,27 @@ def main() -> None:
     loss = step(long)
     told = {"peak_mb": memory_mb("VmHWM") - before, "seconds": time.perf_counter() - started, "loss": loss}
     print(json.dumps(told))
+
+
+def fresh_model(vocabulary: int, positions: int) -> LanguageModel:
+    import torch
+    from kiln_stages.training.model import LanguageModel
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=positions + 1,
+        tie_word_embeddings=True,
+    )
+    model = LanguageModel(cast(Any, AutoModelForCausalLM).from_config(config, attn_implementation="sdpa"))
+    model.add_lora(16, 32.0, 42)
+    return model
 
 
 if __name__ == "__main__":

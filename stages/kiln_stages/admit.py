@@ -178,7 +178,6 @@ def run(
     prepared rows are missing or changed, KLN204/212 for rows that cannot be read, KLN302 for missing model files,
     KLN213 for an unusable template; for a scored corpus KLN112 and others of ``admit_scored``.
     """
-    started = time.monotonic()
     rows = config.examples if rows is None else rows
     given = named_rows(config) if rows is None else rows if isinstance(rows, Given) else given_values(rows)
     if scored.is_scored(config, handed_over=given is not None):
@@ -189,6 +188,14 @@ def run(
         return AdmitResult(manifest, unchanged)
     if on_fault is not None:
         raise KilnError("KLN201", "--report is for scored corpora", hint="admit/rejected.jsonl lists other rows")
+    return _admit_conversations(config, out, plugins, given, workers, progress)
+
+
+def _admit_conversations(
+    config: LoadedConfig, out: Path, plugins: Plugins, given: Given | None, workers: int | None, progress: Progress
+) -> AdmitResult:
+    """As :func:`run`, for rows that no teacher scored."""
+    started = time.monotonic()
     terms = load_terms(config, plugins)
     with run_lock(out, "kiln admit"), ExitStack() as stack:
         known = None if given is not None else fingerprint.of_inputs(config, out, plugins, terms)
