@@ -19,6 +19,7 @@ import tomli_w
 from msgspec import Meta
 
 from kiln_cli import strict_json
+from kiln_cli.counting import counted
 from kiln_cli.distillation import DistillConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, read_bounded
@@ -506,10 +507,9 @@ def fill_in_distillation(value: dict[str, Any]) -> None:
 def faulty(path: Path, text: str, faults: list[str], keys_in: str = "docs/config.md") -> KilnError:
     """The error that lists every fault with its place."""
     located = [f"  {place(path, text, fault)} {fault}" for fault in faults]
-    plural = "fault" if len(faults) == 1 else "faults"
     return KilnError(
         "KLN203",
-        f"{printable(path)} has {len(faults)} {plural}:\n" + "\n".join(located),
+        f"{printable(path)} has {counted(len(faults), 'fault', 'faults')}:\n" + "\n".join(located),
         hint=f"mend each line above; {keys_in} lists every key",
         details={"faults": faults},
     )

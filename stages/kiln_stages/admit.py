@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.identity import canonical_json
@@ -271,7 +272,7 @@ def _held_out_lines(held_out: dict[str, Any] | None) -> list[str]:
     lines = []
     for rows in (rows for named in (held_out or {}).get("rows", ()) for rows in named["sets"]):
         limit = "" if rows["by"] == "rows" else ", by hash alone: only the same conversation is found"
-        lines.append(f"held out: {printable(rows['name'])}: {rows['rows']:,} rows{limit}")
+        lines.append(f"held out: {printable(rows['name'])}: {counted(rows['rows'], 'row', 'rows')}{limit}")
     return lines
 
 
@@ -439,7 +440,7 @@ def _contaminated(tally: Tally) -> KilnError:
     more = f"\n  and {total - len(named):,} more" if total > len(named) else ""
     return KilnError(
         "KLN109",
-        f"{total:,} rows to train on meet held-out rows:{''.join(named)}{more}\n"
+        f"{counted(total, 'row to train on meets', 'rows to train on meet')} held-out rows:{''.join(named)}{more}\n"
         f"{table([[rule, count] for rule, count in tally.met.items()])}",
         hint="take them out, or leave them out and count them: --drop-contaminated",
         details={"contaminated": [msgspec.to_builtins(row) for row in tally.contaminated], "met": dict(tally.met)},

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import SILENT, Progress, table, terminal
@@ -80,7 +81,8 @@ def command(
         terminal.data(page(found))
     if found.leaks_total:
         terminal.json = False  # the report is the one JSON object of this command
-        raise KilnError("KLN111", f"{found.leaks_total:,} rows stand in two sets that must be apart")
+        rows = counted(found.leaks_total, "row stands", "rows stand")
+        raise KilnError("KLN111", f"{rows} in two sets that must be apart")
 
 
 def run(
@@ -105,13 +107,14 @@ def run(
 
 def page(found: LeakReport) -> str:
     """The report as text."""
-    lines = [f"{row.name}: {row.rows:,} rows{_limits(row)}" for row in found.sets]
+    lines = [f"{row.name}: {counted(row.rows, 'row', 'rows')}{_limits(row)}" for row in found.sets]
     lines += [f"not compared, both may have the same rows: {a}, {b}" for a, b in found.not_compared]
     lines.append(_count_table(found.counts) if found.counts else "no row stands in two of them")
     lines += [_line(meeting) for meeting in found.leaks]
     lines += _more(found.leaks_total, len(found.leaks))
     if found.other_answers_total:
-        lines.append(f"one prompt, other answers (no leak by itself): {found.other_answers_total:,} rows")
+        rows = counted(found.other_answers_total, "row", "rows")
+        lines.append(f"one prompt, other answers (no leak by itself): {rows}")
         lines += [_line(meeting) for meeting in found.other_answers]
         lines += _more(found.other_answers_total, len(found.other_answers))
     return "\n".join(lines)

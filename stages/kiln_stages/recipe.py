@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.terminal import SILENT, Progress, table, terminal
@@ -61,8 +62,7 @@ def check(file: File, assignments: Assignments = None, json: AsJson = False) -> 
     recipe = _read(file, assignments)
     if json:
         terminal.json_data({"schema": "kiln.recipe-check.v1", "recipe": recipe.name, "recipe_sha256": recipe.sha256})
-    steps = "1 step" if len(recipe.steps) == 1 else f"{len(recipe.steps)} steps"
-    terminal.say(f"recipe {printable(recipe.name)}: {steps}, no fault")
+    terminal.say(f"recipe {printable(recipe.name)}: {counted(len(recipe.steps), 'step', 'steps')}, no fault")
     terminal.say(f"next: {recipe.command_line('plan', 'DIR')}")
 
 

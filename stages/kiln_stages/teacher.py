@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import LoadedConfig, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import load_plugins
 from kiln_cli.terminal import SILENT, Progress, table, terminal
@@ -172,7 +173,8 @@ def score(
         terminal.json_data(result)
     terminal.say(account(result))
     for name, count in result.ignored_fields.items():
-        terminal.warn(f"field {printable(name)} of {count} {_rows(count)} is not in the corpus: no scored row has it")
+        rows = counted(count, "row", "rows")
+        terminal.warn(f"field {printable(name)} of {rows} is not in the corpus: no scored row has it")
     if result.other_tokenizer_config:
         terminal.warn(
             "the rows' tokenizer settings or chat template are not the teacher's: "
@@ -332,10 +334,6 @@ def account(result: ScoringResult) -> str:
     ]
     state = "unchanged" if result.rows_found == result.rows else "written"
     return f"score: {printable(result.teacher)}\n{table(rows)}\n{state}: {printable(result.out)}"
-
-
-def _rows(count: int) -> str:
-    return "row" if count == 1 else "rows"
 
 
 def _row(teacher: Teacher) -> list[object]:

@@ -25,6 +25,7 @@ from kiln_cli import strict_json
 from kiln_cli.chat import require_structure
 from kiln_cli.config import SCHEMA as CONFIG_SCHEMA
 from kiln_cli.config import DataConfig, DatasetConfig, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, RowFault, not_built
 from kiln_cli.files import open_input, read_bounded
 from kiln_cli.lines import BOM, TRIMMED, LineReader
@@ -128,7 +129,7 @@ def command(
 def _verdict(reports: list[FileReport]) -> KilnError | None:
     faults = sum(report.faults for report in reports)
     if faults:
-        return KilnError("KLN105", f"{faults} faults in {len(reports)} files")
+        return KilnError("KLN105", f"{counted(faults, 'fault', 'faults')} in {counted(len(reports), 'file', 'files')}")
     if all(report.kind == EMPTY for report in reports):
         return KilnError("KLN107", f"none of {len(reports)} files holds a row", hint="every line of them is blank")
     return None

@@ -96,7 +96,7 @@ def test_each_rule_names_both_rows(bench: Bench, rule: str) -> None:
     bench.write("eval.jsonl", chat("two", "2"), chat("three", "3"), held_out)
     done = bench.admit("--held-out", bench.path / "eval.jsonl")
     assert done.code == 1
-    assert "kiln: KLN109: 1 rows to train on meet held-out rows:\n  corpus row 2 (line 2): " + rule in done.err
+    assert "kiln: KLN109: 1 row to train on meets held-out rows:\n  corpus row 2 (line 2): " + rule in done.err
     assert f"held-out {bench.path / 'eval.jsonl'} row 3 (line 3)\n" in done.err
     assert not (bench.path / "run" / "admit_manifest.json").exists()
 
@@ -153,7 +153,7 @@ def test_what_stays_apart(bench: Bench, trained: Row, held_out: Row) -> None:
     bench.write("eval.jsonl", held_out)
     done = bench.admit("--held-out", bench.path / "eval.jsonl")
     assert done.code == 0, done.err
-    assert f"held out: {bench.path / 'eval.jsonl'}: 1 rows\n" in done.err
+    assert f"held out: {bench.path / 'eval.jsonl'}: 1 row\n" in done.err
     assert bench.manifest["counts"]["corpus"]["reasons"]["contaminated"] == 0
     assert bench.manifest["details"]["held_out"]["met"] == {}
 

@@ -45,7 +45,7 @@ def leak(tmp_path: Path, kiln: Kiln, monkeypatch: pytest.MonkeyPatch) -> Leak:
 def test_nothing_in_common(leak: Leak) -> None:
     done = leak({"a.jsonl": [chat("p", "x")], "b.jsonl": [chat("q", "x"), chat("r", "x")]})
     assert (done.code, done.err) == (0, "")
-    assert done.out == "a.jsonl: 1 rows\nb.jsonl: 2 rows\nno row stands in two of them\n"
+    assert done.out == "a.jsonl: 1 row\nb.jsonl: 2 rows\nno row stands in two of them\n"
 
 
 def test_rules_counts_and_both_places(leak: Leak) -> None:
@@ -75,7 +75,7 @@ def test_one_prompt_and_other_answers_are_told_of_apart(leak: Leak) -> None:
     assert done.code == 0
     assert done.out.endswith(
         "no row stands in two of them\n"
-        "one prompt, other answers (no leak by itself): 1 rows\n"
+        "one prompt, other answers (no leak by itself): 1 row\n"
         "other_answer: a.jsonl row 1 (line 1) = b.jsonl row 1 (line 1)\n"
     )
 
@@ -227,6 +227,7 @@ def test_a_named_data_set_against_a_file_and_within(leak: Leak, kiln: Kiln, tmp_
     done = leak({"a.jsonl": [chat("QUESTION 3", "answer 3"), chat("p", "q")]})
     done = kiln("leak", "a.jsonl", "set", "--json")
     assert done.code == 1
+    assert "kiln: KLN111: 1 row stands in two sets that must be apart" in done.err
     (meeting,) = json.loads(done.out)["leaks"]
     split = meeting["b"]["set"]
     assert split in ("set:train", "set:validation", "set:holdout")

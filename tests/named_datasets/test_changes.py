@@ -137,7 +137,7 @@ def test_an_existing_name_is_added_to_only_where_that_is_said(
     add: Callable[..., changes.Change], tmp_path: Path
 ) -> None:
     first = add([A])
-    with pytest.raises(KilnError, match="exists and has 1 rows") as refused:
+    with pytest.raises(KilnError, match=r"exists and has 1 row\b") as refused:
         add([B])
     again = add([A])  # the same command once more changes nothing
     assert (again.again, again.added, again.identity) == (True, 0, first.identity)

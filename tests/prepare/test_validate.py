@@ -447,7 +447,7 @@ def test_exit_codes_and_text(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert lines[0].startswith("good.jsonl: raw")
     assert lines[1] == "bad.jsonl:2:73: query_too_short at /query: 5 characters, at least 10"
     assert lines[3] == " " * 24 + "^"
-    assert err.startswith("kiln: KLN105: 1 faults in 3 files")
+    assert err.startswith("kiln: KLN105: 1 fault in 3 files")
     assert app.run(["validate", "absent.jsonl"]) == 2
     assert capsys.readouterr().out == ""
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import Source
 from kiln_cli.files import AtomicFile, discard_directory, open_input, require_name, run_lock, write_file
@@ -316,7 +317,7 @@ def _require_addition(
             raise half_written(directory, "an add of other rows was cut short")
         raise KilnError(
             "KLN201",
-            f"data set {name!r} exists and has {before.rows} rows",
+            f"data set {name!r} exists and has {counted(before.rows, 'row', 'rows')}",
             hint="--append adds the rows to them; `kiln dataset remove` removes it",
         )
     if (asked.source, asked.map) != (there.source, there.map):

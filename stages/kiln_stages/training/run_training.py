@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import FS, hash_file, write_file, writing
 from kiln_cli.manifests import (
@@ -96,8 +97,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         shown = ", ".join(map(str, steps[:REMOVALS_SHOWN]))
         more = f" and {len(steps) - REMOVALS_SHOWN} more up to {steps[-1]}" if len(steps) > REMOVALS_SHOWN else ""
-        plural = "checkpoint" if len(steps) == 1 else "checkpoints"
-        return f"\nremoved by --keep-last: {len(steps)} older {plural}, of steps {shown}{more}"
+        removed = counted(len(steps), "older checkpoint", "older checkpoints")
+        return f"\nremoved by --keep-last: {removed}, of steps {shown}{more}"
 
 
 def _distillation_rows(receipt: TrainReceipt) -> list[list[object]]:
