@@ -89,9 +89,9 @@ def test_losses_and_gradients_are_those_of_the_modules_own(kind: str, dtype: tor
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
-        ("llama", {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 5}),
-        ("qwen3", {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 9}),
-        ("gemma3", {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 13}),
+        ("llama", {"gated_mlp": 1, "gated_mlp_at_rows": 1, "lora_linear": 8, "rms_norm": 5}),
+        ("qwen3", {"gated_mlp": 1, "gated_mlp_at_rows": 1, "lora_linear": 8, "rms_norm": 9}),
+        ("gemma3", {"gated_mlp": 1, "gated_mlp_at_rows": 1, "lora_linear": 8, "rms_norm": 13}),
         ("phi3", {"lora_linear": 8, "rms_norm": 5}),
         ("gpt2", {}),
     ],
@@ -167,7 +167,12 @@ def test_attention_keeps_its_forward_where_torch_has_no_such_kernel(monkeypatch:
         raise AttributeError("no such kernel")
 
     monkeypatch.setattr(CausalAttention, "forward", absent)
-    assert model_of("llama", torch.bfloat16).fast_paths.parts == {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 5}
+    assert model_of("llama", torch.bfloat16).fast_paths.parts == {
+        "gated_mlp": 1,
+        "gated_mlp_at_rows": 1,
+        "lora_linear": 8,
+        "rms_norm": 5,
+    }
 
 
 def test_leaves_begin_as_they_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +197,37 @@ def test_an_mlp_of_another_formula_keeps_its_forward() -> None:
 
     model = model_of("llama", change=change)
     assert model.fast_paths.parts == {"lora_linear": 14, "rms_norm": 5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0], [3, 7], [7, 2, 5], [9]])
+def test_states_at_rows_are_those_of_the_whole_pass(kind: str, dtype: torch.dtype, rows: list[int]) -> None:
+    model = model_of(kind, dtype)
+    ids, places = torch.arange(3, 13), torch.tensor(rows)
+
+    def with_gradients(states: Tensor) -> list[Tensor]:
+        weights = torch.arange(states.numel()).mul(0.3).cos().view(states.shape)
+        leaves = list(model.parameters.values())
+        gradients = torch.autograd.grad((states.float() * weights).sum(), leaves)
+        return [states.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
+
+    found = with_gradients(model.states_at(ids, places))
+    wanted = with_gradients(model.hidden(ids.unsqueeze(0))[0, places])
+    bound = GRADIENT_BOUNDS[dtype]
+    assert found[0].shape == wanted[0].shape
+    assert all(relative_difference(*pair) < bound for pair in zip(found, wanted, strict=True))
+
+
+def test_a_decoder_that_mixes_rows_at_its_end_has_its_last_mlp_everywhere() -> None:
+    def change(causal: Any) -> None:
+        class RunningMean(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.cumsum(1) / torch.arange(1, x.shape[1] + 1).view(1, -1, 1)
+
+        causal.model.norm = RunningMean()
+
+    assert model_of("llama", change=change).fast_paths.parts == {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 4}
 
 
 def test_a_norm_of_another_formula_keeps_its_forward() -> None:

@@ -60,6 +60,20 @@ def test_a_head_that_differs_on_gathered_rows_is_refused() -> None:
     assert caught.value.code == "KLN214"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_looks_ahead_is_refused(dtype: torch.dtype) -> None:
+    """It would be shown the tokens that it learns to predict."""
+    causal = tiny_causal("llama").to(dtype)
+    with torch.no_grad():
+        for layer in causal.model.layers:
+            layer.self_attn.is_causal = False
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.o_proj):
+                projection.weight.mul_(20)
+    with pytest.raises(KilnError, match="later tokens change hidden states before them by") as caught:
+        LanguageModel(causal)
+    assert caught.value.code == "KLN214"
+
+
 def test_the_head_shares_parameters_and_leaves_the_model_whole() -> None:
     causal = tiny_causal("llama")
     before = dict(causal.named_modules())

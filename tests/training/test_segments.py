@@ -9,6 +9,7 @@ import pytest
 import torch
 from kiln_plugins.cross_entropy import cross_entropy
 from kiln_stages.training.checkpoint import list_checkpoints, load_checkpoint
+from kiln_stages.training.fast_paths import ReadRows
 from kiln_stages.training.loop import row_loss
 from kiln_stages.training.segments import split_layers
 from kiln_stages.training.trainer import Trainer, train_adapter
@@ -122,4 +123,4 @@ def test_a_decoder_whose_layers_are_in_no_list_is_refused() -> None:
             self.layers = nn.ModuleDict({"one": nn.Identity(), "two": nn.Identity()})
 
     with pytest.raises(KilnError, match="2 decoder layers cannot be told: 0 lists"):
-        split_layers(Decoder(), 1)
+        split_layers(Decoder(), 1, ReadRows())

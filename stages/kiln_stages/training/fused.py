@@ -91,7 +91,7 @@ class GatedMlp(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(grad_g, grad_low_g, gate)
-            grad_x = grad_x.addmm_(grad_u, up.weight).addmm_(grad_low_u, up.a).view(*grad.shape[:-1], rows.shape[-1])
+            grad_x = grad_x.add_(_input_gradient(grad_u, grad_low_u, up)).view(*grad.shape[:-1], rows.shape[-1])
         leaves = (grad_a_g, grad_b_g, grad_a_u, grad_b_u, grad_a_d, grad_b_d)
         return grad_x, None, None, None, *leaves[:2], None, *leaves[2:4], None, *leaves[4:]
 

@@ -123,19 +123,23 @@ def train(
 
 
 def row_loss(model: LanguageModel, loss_function: LossFunction, row: TrainRow) -> tuple[LossOut, LossBatch]:
-    """Forward pass of one row: hidden states everywhere, logits only where the next token is trained on."""
+    """Forward pass of one row: hidden states and logits only where the next token is trained on."""
+    supervised = supervised_positions(row)
+    observed = () if row.observed is None else row.observed.positions
     ids = torch.tensor(row.input_ids, dtype=torch.int64, device=model.device)  # [T]
-    positions = torch.tensor(supervised_positions(row), dtype=torch.int64, device=model.device)  # [N]
-    hidden = model.hidden(ids.unsqueeze(0)).squeeze(0)  # [T, H]
+    targets = torch.tensor([*supervised, *observed], dtype=torch.int64, device=model.device)  # [N + M]
+    states = model.states_at(ids, targets - 1)  # [N + M, H]: the state at q - 1 predicts token q
+    count = len(supervised)
     batch = LossBatch(
-        targets=ids[positions],  # [N]
-        weights=torch.ones(len(positions), dtype=torch.float32, device=model.device),  # [N]
-        row_ids=torch.zeros(len(positions), dtype=torch.int64, device=model.device),  # [N]
-        columns=_columns(row, len(positions), model.device),
-        observed=_observed(row, ids, hidden),
+        targets=ids[targets[:count]],  # [N]
+        weights=torch.ones(count, dtype=torch.float32, device=model.device),  # [N]
+        row_ids=torch.zeros(count, dtype=torch.int64, device=model.device),  # [N]
+        columns=_columns(row, count, model.device),
+        observed=None
+        if row.observed is None
+        else Observed(hidden=states[count:], targets=ids[targets[count:]], total=row.observed.total),
     )
-    # The state at q - 1 predicts token q.
-    return loss_function(hidden[positions - 1], model.head, batch), batch
+    return loss_function(states[:count], model.head, batch), batch
 
 
 def _columns(row: TrainRow, count: int, device: torch.device) -> dict[str, Tensor]:
@@ -148,14 +152,6 @@ def _columns(row: TrainRow, count: int, device: torch.device) -> dict[str, Tenso
                 hint="run `kiln admit` again",
             )
     return {name: column.to(device) for name, column in row.columns.items()}
-
-
-def _observed(row: TrainRow, ids: Tensor, hidden: Tensor) -> Observed | None:
-    """ids [T], hidden [T, H] -> the observed tokens and the states that predict them."""
-    if row.observed is None:
-        return None
-    positions = torch.tensor(row.observed.positions, dtype=torch.int64, device=ids.device)  # [M]
-    return Observed(hidden=hidden[positions - 1], targets=ids[positions], total=row.observed.total)
 
 
 def supervised_positions(row: TrainRow) -> list[int]:

@@ -54,9 +54,11 @@ class LanguageModel:
         self.shape: LoraShape | None = None
         self.fast_paths = fast_paths.NONE
         self._fast_forwards: fast_paths.Forwards = {}
+        self._read = fast_paths.ReadRows()
         self._decoder: Any = cast(Any, causal).base_model
         self.head = OutputHead(causal)
         self.probe = self._prove_head()
+        self._prove_causal()
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +72,16 @@ class LanguageModel:
         """input_ids [1, T] int64 -> last hidden states [1, T, H], after the final norm, in the model's dtype."""
         out: Tensor = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state  # [1, T, H]
         return out
+
+    def states_at(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """ids [T] int64, rows [n] int64 in 0..T-1, no two the same -> last hidden states at these rows alone [n, H].
+
+        What nothing read depends on is not computed: the tokens behind the last row, and the last feed-forward block
+        elsewhere, where that is a faster path.
+        """
+        with self._read.only(rows):
+            hidden = self.hidden(ids[: int(rows.max()) + 1].unsqueeze(0))
+        return hidden.squeeze(0).index_select(0, rows)
 
     def project(self, rows: Tensor) -> Tensor:
         """rows [n, H] -> logits [n, V] through the model's own head."""
@@ -85,7 +97,7 @@ class LanguageModel:
         self.parameters = add_lora(self.causal, self.shape, seed)
         self.frozen = {name: leaf for name, leaf in self.causal.named_parameters() if not leaf.requires_grad}
         self.fast_paths, self._fast_forwards = fast_paths.install(
-            self._decoder, self.parameters, lambda: self.hidden(self._probe_ids())
+            self._decoder, self.parameters, self._probe_states, self._read
         )
 
     @contextmanager
@@ -102,7 +114,7 @@ class LanguageModel:
 
         Raises KilnError KLN214 where that cannot be done, or would change a bit of the hidden states.
         """
-        sizes = split_layers(self._decoder, segments)
+        sizes = split_layers(self._decoder, segments, self._read)
         ids = self._probe_ids()
         with torch.no_grad():
             wanted = self.hidden(ids)
@@ -113,6 +125,11 @@ class LanguageModel:
         if not same:
             raise _refused("its layers give other hidden states in segments")
         return sizes
+
+    def _probe_states(self, rows: Tensor | None) -> Tensor:
+        """Hidden states of the probe's ids: [1, T, H], or those at ``rows`` [n, H]."""
+        ids = self._probe_ids()
+        return self.hidden(ids) if rows is None else self.states_at(ids[0], rows.to(self.device))
 
     def _probe_ids(self) -> Tensor:
         """[1, T] int64: some token ids of the model's."""
@@ -137,6 +154,19 @@ class LanguageModel:
             raise _refused(f"gathered logits differ from full logits by {relative:.3g} of the largest, bound {bound:g}")
         self.head.prove_columns(rows, bound)
         return HeadProbe(exact=bool(torch.equal(gathered, wanted)), relative=relative, bound=bound)
+
+    @torch.no_grad()
+    def _prove_causal(self) -> None:
+        """Raises KilnError KLN214 where another token changes hidden states before it: such a model sees the labels,
+        and :meth:`states_at` leaves out what it would have seen."""
+        ids = self._probe_ids()
+        half = PROBE_TOKENS // 2
+        other = torch.cat([ids[:, :half], ids[:, half:].flip(1)], dim=1)
+        before, after = (self.hidden(each)[:, :half].float() for each in (ids, other))
+        relative = fast_paths.relative_difference(after, before)
+        bound = PROBE_BOUNDS[self.dtype]
+        if not relative <= bound:
+            raise _refused(f"later tokens change hidden states before them by {relative:.3g}, bound {bound:g}")
 
 
 def attention_of(path: Path) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kiln_cli.errors import KilnError
+from kiln_stages.training.fast_paths import ReadRows
 
 
 class Call(NamedTuple):
@@ -25,8 +26,10 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def split_layers(decoder: nn.Module, segments: int) -> list[int]:
+def split_layers(decoder: nn.Module, segments: int, read: ReadRows) -> list[int]:
     """Makes ``decoder`` run its layers in that many segments, in place; returns how many layers each has.
+
+    ``read`` is what a pass is made for: a segment runs again for the same rows.
 
     Raises KilnError KLN214 where the decoder has fewer layers, or keeps them in no list that can be found.
     """
@@ -41,7 +44,7 @@ def split_layers(decoder: nn.Module, segments: int) -> list[int]:
     sizes = [size + (place < longer) for place in range(segments)]
     begin = 0
     for size in sizes:
-        _Segment(layers[begin : begin + size])
+        _Segment(layers[begin : begin + size], read)
         begin += size
     return sizes
 
@@ -53,7 +56,8 @@ class _Segment:
     it got. :meth:`LanguageModel.split_layers` proves it for the model at hand.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: list[nn.Module], read: ReadRows) -> None:
+        self._read = read
         self._calls: list[Call] = []
         self._input: Tensor | None = None
         for layer in layers:
@@ -70,19 +74,20 @@ class _Segment:
                 return hidden
             calls, begin = self._calls, self._input
             self._calls, self._input = [], None
-            again = checkpoint(_run, begin, calls, use_reentrant=False, preserve_rng_state=False)
+            rows = self._read.rows
+            again = checkpoint(self._run, begin, calls, rows, use_reentrant=False, preserve_rng_state=False)
             return cast(Tensor, again)
 
         return deferred
 
-
-def _run(hidden: Tensor, calls: list[Call]) -> Tensor:
-    """hidden [1, T, H] -> the same behind all the layers."""
-    for call in calls:
-        hidden = call.forward(hidden, *call.args, **call.kwargs)
-        if not isinstance(hidden, Tensor):
-            raise TypeError(f"a layer returns {type(hidden).__name__}, not its hidden states")
-    return hidden
+    def _run(self, hidden: Tensor, calls: list[Call], rows: Tensor | None) -> Tensor:
+        """hidden [1, T, H] -> the same behind all the layers."""
+        with self._read.only(rows):
+            for call in calls:
+                hidden = call.forward(hidden, *call.args, **call.kwargs)
+                if not isinstance(hidden, Tensor):
+                    raise TypeError(f"a layer returns {type(hidden).__name__}, not its hidden states")
+        return hidden
 
 
 def _layers_of(decoder: nn.Module) -> list[nn.Module]:
