@@ -349,6 +349,10 @@ def test_all_faults_are_gathered(read: Read) -> None:
 def test_two_steps_of_one_name(read: Read) -> None:
     (fault,) = faults(read, HEAD + FIRST + FIRST)
     assert fault == "13: steps[1].name = 'first': another step before it has this name"
+    (fault,) = faults(read, HEAD + FIRST + '[[steps]]\nkind = "merge"\nname = "First"\n')
+    assert fault.startswith(
+        "13: steps[1].name = 'First': another step before it has the name 'first', which differs in"
+    )
 
 
 @pytest.mark.parametrize("setting", ["lora_rank = 8", "lora_alpha = 4.0"])

@@ -320,8 +320,11 @@ class _Reader:
             self.trainings.append(str(value.get("name")))
         if step is None:
             return
-        if step.name in self.steps:
-            self.faults.append(f"{at}.name = {step.name!r}: another step before it has this name")
+        # Each has a directory, and some file systems take names that differ in case alone for one.
+        same = next((name for name in self.steps if name.casefold() == step.name.casefold()), None)
+        if same is not None:
+            told = "has this name" if same == step.name else f"has the name {same!r}, which differs in case alone"
+            self.faults.append(f"{at}.name = {step.name!r}: another step before it {told}")
         else:
             self.steps[step.name] = step
 
