@@ -54,8 +54,8 @@ def read_admitted(run: Path) -> list[AdmittedCorrection]:
 def require_admitted(run: Path, receipt: IngestionReceipt) -> list[AdmittedCorrection]:
     """As :func:`read_admitted`, held to the ingestion receipt. Raises KilnError KLN207 where they differ."""
     found = read_admitted(run)
-    expected = list(admitted_corrections([row.request_id for row in found], receipt))
-    if len(found) != receipt.rows_read or found != expected:
+    ids = [row.request_id for row in found]
+    if len(found) != receipt.rows_read or found != list(admitted_corrections(ids, receipt)):
         raise KilnError(
             "KLN207",
             f"{printable(run / ADMITTED)} has other rows than the ingestion receipt ({len(found)} rows, "
