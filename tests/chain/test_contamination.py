@@ -123,6 +123,12 @@ def test_the_same_source_row(bench: Bench) -> None:
             id="tool_results_at_the_end",
         ),
         pytest.param(
+            {"messages": [*chat("q", "x")["messages"], *2 * [{"role": "tool", "content": "result"}]]},
+            chat("q", "x"),
+            "same_example",
+            id="two_tool_results_at_the_end",
+        ),
+        pytest.param(
             {"messages": [{"role": "assistant", "content": "hi", "weight": 0}, *chat("q", "x")["messages"]]},
             {"messages": [{"role": "assistant", "content": "hi"}, *chat("q", "x")["messages"]]},
             "same_example",
@@ -288,9 +294,17 @@ def test_a_run_beside_its_files_serves_by_every_rule(bench: Bench, other: Path, 
     assert all("row 3 (line 3)" in row["detail"] for row in bench.rejected)
 
 
-def test_where_the_file_of_a_run_changed_its_hashes_stand(bench: Bench, other: Path) -> None:
-    bench.write("train.jsonl", chat("one", "1"), chat("Three", "3"), chat("three", "3"))
-    bench.write("eval.jsonl", chat("another", "file"))
+@pytest.mark.parametrize(
+    "now",
+    [
+        pytest.param([chat("another", "file")], id="other_rows"),
+        # The conversations are those of the receipt, and nobody vouches for the rest of the file.
+        pytest.param([chat("two", "2"), {"messages": []}, chat("Three", "3", group_id="h")], id="another_group"),
+    ],
+)
+def test_where_the_file_of_a_run_changed_its_hashes_stand(bench: Bench, other: Path, now: list[Row]) -> None:
+    bench.write("train.jsonl", chat("one", "1"), chat("Three", "3"), chat("three", "3"), chat("x", "y", group_id="h"))
+    bench.write("eval.jsonl", *now)
     done = bench.admit("--held-out", other, "--drop-contaminated")
     assert done.code == 0, done.err
     assert "by hash alone" in done.err

@@ -237,6 +237,19 @@ def test_a_named_data_set_against_a_file_and_within(leak: Leak, kiln: Kiln, tmp_
     assert kiln("leak", "a.jsonl", *others).code == 0
 
 
+def test_two_named_data_sets_may_train_on_the_same(leak: Leak, kiln: Kiln, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(lines(*(chat(f"question {number}", "x") for number in range(40))))
+    for name in ("one", "two"):
+        assert kiln("dataset", "add", name, "rows.jsonl").code == 0
+    done = kiln("leak", "one", "two")
+    assert done.code == 0, done.out
+    told = "not compared, both may have the same rows"
+    assert f"{told}: one:train, two:train\n" in done.out and f"{told}: one:holdout, two:holdout\n" in done.out
+    assert kiln("leak", "one:train", "two:holdout").code == 0
+    assert kiln("dataset", "split", "two", "--seed", "1").code == 0
+    assert kiln("leak", "one:train", "two:holdout").code == 1
+
+
 def test_rows_of_a_named_data_set_are_held_out(leak: Leak, kiln: Kiln, tmp_path: Path, tiny_model: Path) -> None:
     rows = [chat(f"question {number}", f"answer {number}") for number in range(40)]
     (tmp_path / "rows.jsonl").write_bytes(lines(*rows))

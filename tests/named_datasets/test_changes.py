@@ -154,6 +154,15 @@ def test_an_existing_name_is_added_to_only_where_that_is_said(
     assert add([B, A], append=True).identity.rows == 6
 
 
+def test_a_row_that_filled_a_split_goes_where_it_was_drawn(add: Callable[..., changes.Change]) -> None:
+    """A draws bucket 99 by the vector, and is train as long as nothing else is."""
+    assert [size.rows for size in add([A]).sizes.values()] == [1, 0, 0]
+    change = add([chat(f"q{number}", "x") for number in range(30)], append=True)
+    assert [(move.row_number, move.before, move.after, move.reason, move.detail) for move in change.moves or ()] == [
+        (1, "train", "holdout", "repair", "bucket 99 gives holdout; it filled train, which was empty")
+    ]
+
+
 def test_growing_says_which_rows_moved_and_why(add: Callable[..., changes.Change], tmp_path: Path) -> None:
     add([A, B, C])
     before = splits(tmp_path / ".kiln")

@@ -15,7 +15,7 @@ import pytest
 from kiln_stages.contamination.overlaps import overlaps
 from kiln_stages.contamination.reader import Reader
 from kiln_stages.contamination.references import open_reference
-from kiln_stages.contamination.row_sets import RowSet
+from kiln_stages.contamination.row_sets import RANGE_BYTES, RowSet
 
 from kiln_cli.plugins import Plugins
 from kiln_cli.terminal import SILENT
@@ -237,13 +237,27 @@ def test_near_duplicates_against_every_pair(tmp_path: Path, plugins: Plugins) ->
     assert near > 30
 
 
+def test_places_are_those_of_the_file_in_all_of_its_pieces(tmp_path: Path, plugins: Plugins) -> None:
+    """A large file is read in pieces: rows and lines are counted through all of them, blank lines with them."""
+    texts = [json.dumps({"messages": [{"role": "user", "content": f"{number} " * 100}]}) for number in range(6000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(f"\n{text}" for text in texts))
+    assert (tmp_path / "rows.jsonl").stat().st_size > 4 * RANGE_BYTES
+    reader = Reader(plugins, tmp_path, tmp_path, tmp_path / ".kiln")
+    (found,) = open_reference("rows.jsonl", reader).sets
+    assert list(found.row_indices) == list(range(1, 6001))
+    assert list(found.lines) == list(range(2, 12001, 2))
+    (tmp_path / "rows.jsonl").write_text("\n".join(f"\n{text}" for text in [*texts, "broken"]))
+    (broken,) = open_reference("rows.jsonl", reader).sets
+    assert [(each.row_index, each.line) for each in broken.misfits] == [(6001, 12002)]
+
+
 def test_which_sets_are_apart() -> None:
     def a_set(name: str, owner: str | None, role: Any) -> RowSet:
         nothing = {"keys": [], "row_indices": array("q"), "lines": array("q")}
         return RowSet(name=name, by="rows", sha256="", size=0, owner=owner, role=role, **nothing)
 
     trained, held = ("trained", "held out")
-    sets = [a_set("1t", "one", trained), a_set("1v", "one", held), a_set("1h", "one", held)]
+    sets = [a_set("e", None, None), a_set("1t", "one", trained), a_set("1v", "one", held), a_set("1h", "one", held)]
     sets += [a_set("2t", "two", trained), a_set("2v", "two", held), a_set("f", None, None), a_set("g", None, None)]
     found = overlaps(sets, None, SILENT).not_compared
     assert found == [("1t", "2t"), ("1v", "2v"), ("1h", "2v")]
