@@ -242,7 +242,16 @@ def test_a_missing_file_is_named(name: str, project: Path, plugins: Plugins) -> 
     assert caught.value.code == "KLN204"
 
 
-@pytest.mark.parametrize("name, text", [("adapter_config.json", "[]"), ("adapter_config.json", "{"), (MODEL, "x")])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("adapter_config.json", "[]"),
+        ("adapter_config.json", "{"),
+        pytest.param("adapter_config.json", "[" * 200_000, id="deep"),
+        pytest.param("adapter_config.json", '{"r": 2, "r": 4}', id="twice"),
+        (MODEL, "x"),
+    ],
+)
 def test_a_damaged_file_is_named(name: str, text: str, project: Path, plugins: Plugins) -> None:
     (project / "run" / "train" / "adapter" / name).write_text(text)
     with pytest.raises(KilnError) as caught:

@@ -7,7 +7,6 @@ it, the run's receipt is named too (:func:`with_its_receipt`).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.identity import sha256_hex
@@ -86,11 +86,9 @@ def read_base_adapter(directory: Path, path: str) -> BaseAdapter:
                 hint="name a directory in PEFT's layout with [train] base_adapter; its path counts from the config",
             )
     try:
-        settings = json.loads(read_bounded(directory / CONFIG, CONFIG_LIMIT))
-    except ValueError as error:
-        raise _damaged(directory, f"{CONFIG}: {printable(error)}") from None
-    if not isinstance(settings, dict):
-        raise _damaged(directory, f"{CONFIG} holds no object")
+        settings = strict_json.parse_object(read_bounded(directory / CONFIG, CONFIG_LIMIT))
+    except strict_json.JsonFault as fault:
+        raise _damaged(directory, f"{CONFIG}: {printable(fault.detail)}") from None
     data = read_bounded(directory / MODEL, MODEL_LIMIT)
     tensors = read_tensors(data, str(directory / MODEL))
     return BaseAdapter(path, settings, tensors, adapter_content_sha256(tensors), sha256_hex(data), len(data))
