@@ -246,6 +246,18 @@ def test_what_is_told_follows_the_order_of_the_contract(scorer: Scorer, refuse: 
     assert parts(refuse([broken, scorer.example()]))[0] == "logprob_positive"
 
 
+def test_what_is_told_does_not_depend_on_the_pieces(
+    scorer: Scorer, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kiln_stages.distilling.admission.RANGE_BYTES", 2000)
+    monkeypatch.setattr("kiln_stages.distilling.corpus.RANGE_BYTES", 2000)
+    rows = [scorer.example(f"{number}?") for number in range(10)]
+    broken = scorer.example()
+    score(0, 0, 0.5)(broken)
+    assert parts(refuse([broken, *rows, b"{"], workers=2))[0] == "invalid_json"
+    assert ":12: example 11: logprob_positive" in refuse([*rows, broken], workers=2).message
+
+
 def test_of_one_row_the_first_rule_is_told(scorer: Scorer, refuse: Refuse) -> None:
     """Each further rule is broken, too; taking the first one away shows the next."""
     row = scorer.example()
@@ -620,6 +632,28 @@ def test_other_targets_of_the_same_tokens_conflict_only_where_they_meet(
     assert admit([both, last]).manifest.counts["corpus"]["duplicate_rows"] == 0
     score(0, 3, -2.9)(last)
     assert parts(refuse([both, last]))[0] == "conflicting_duplicate"
+
+
+def test_a_row_is_held_against_every_earlier_row_of_its_tokens(scorer: Scorer, admit: Admit, refuse: Refuse) -> None:
+    """Each answer is scored by a row of its own, the second later than the first; then both by one row."""
+
+    def row(first: str, second: str) -> Row:
+        steps = [
+            {"role": "assistant", "content": "one", "kind": first},
+            {"role": "user", "content": "and?"},
+            {"role": "assistant", "content": "two", "kind": second},
+        ]
+        return scorer.example(trajectory=steps)
+
+    both, first, second = row("action", "action"), row("action", "context"), row("context", "action")
+    scores = both["teacher_tokens"]
+    first["teacher_tokens"] = copy.deepcopy(scores[: len(first["teacher_tokens"])])
+    second["teacher_tokens"] = copy.deepcopy(scores[-len(second["teacher_tokens"]) :])
+    admit([first, second, both])
+    score(1, 3, -2.9)(both)
+    error = refuse([first, second, both])
+    assert parts(error)[:2] == ("conflicting_duplicate", "/teacher_tokens/1/top_logprobs/3")
+    assert "as in line 2" in error.message
 
 
 # ---- nothing of a row but its tokens and scores goes anywhere
