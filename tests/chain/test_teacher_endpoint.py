@@ -188,6 +188,8 @@ def test_a_served_teacher_scores_as_the_same_model_does_here(
     for request in served.requests:
         assert request["model"] == "served" and request["prompt_logprobs"] == 32
         assert isinstance(request["prompt"], str if send == "text" else list)
+        if send == "text":  # the template writes them
+            assert request["add_special_tokens"] is False
 
 
 def test_what_a_server_scored_is_admitted(
