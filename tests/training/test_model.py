@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kiln_stages.training import model as model_module
+from kiln_stages.training.fast_paths import relative_difference
 from kiln_stages.training.lora import LoraShape, adapter_config, choose_targets, load_adapter, restore, store
 from kiln_stages.training.model import LanguageModel, load_language_model
 from kiln_stages.training.tensors import encode_tensors, read_tensors
@@ -58,6 +59,40 @@ def test_a_head_that_differs_on_gathered_rows_is_refused() -> None:
     with pytest.raises(KilnError, match="differ from full logits") as caught:
         LanguageModel(causal)
     assert caught.value.code == "KLN214"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "passed"),
+    [
+        (torch.float32, [3, 9], 10),  # nothing behind the last row
+        (torch.float32, [19], 20),
+        (torch.bfloat16, [3, 9], 16),  # whole tiles
+        (torch.bfloat16, [15], 16),
+        (torch.bfloat16, [16, 2], 32),
+        (torch.bfloat16, [63], 64),
+    ],
+)
+def test_a_pass_has_the_rows_that_are_needed(kind: str, dtype: torch.dtype, rows: list[int], passed: int) -> None:
+    model = LanguageModel(tiny_causal(kind).to(dtype))
+    ids, places = torch.arange(64) % VOCABULARY, torch.tensor(rows)
+    seen: list[Any] = []
+    model.causal.base_model.register_forward_pre_hook(
+        lambda module, args, options: seen.append(options["input_ids"].shape), with_kwargs=True
+    )
+    with torch.no_grad():
+        found = model.states_at(ids, places)
+        assert seen == [(1, passed)]
+        wanted = model.hidden(ids.unsqueeze(0))[0, places]
+    assert relative_difference(found, wanted) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_is_never_longer_than_the_models_positions(kind: str) -> None:
+    changes = {"n_positions": 26} if kind == "gpt2" else {"max_position_embeddings": 26}
+    model = LanguageModel(tiny_causal(kind, **changes).bfloat16())
+    with torch.no_grad():
+        assert torch.isfinite(model.states_at(torch.arange(25), torch.tensor([24]))).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from kiln_cli.text import printable
 from kiln_stages.training.fused import CausalAttention, GatedMlp, LoraLinear, LoraWeights, RmsNorm
+from kiln_stages.training.tiles import in_tiles
 
 # How far a part may lie from the module itself, by L2 norms. bfloat16 has 8 bits, and each pass over memory rounds.
 PART_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -177,7 +178,9 @@ def _at_rows(forward: Callable[[Tensor], Tensor], read: ReadRows, x: Tensor) -> 
     """x [1, T, I] -> [1, T, I]."""
     if read.rows is None:
         return forward(x)
-    return torch.zeros_like(x).index_copy_(1, read.rows, forward(x.index_select(1, read.rows)))
+    rows = in_tiles(x[0].index_select(0, read.rows))
+    out = forward(rows.unsqueeze(0))[:, : len(read.rows)]
+    return torch.zeros_like(x).index_copy_(1, read.rows, out)
 
 
 def _rms_norm(module: nn.Module) -> tuple[str, Callable[..., Tensor]] | None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kiln_cli.errors import KilnError
 from kiln_cli.text import printable
+from kiln_stages.training.tiles import in_tiles
 
 CHUNK = 128  # rows at a time: bounds what is kept of the weights or logits of one chunk
 PROBE_IDS = 5  # tokens a row that the probe of the columns compares
@@ -43,8 +44,8 @@ class OutputHead:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [n, H] -> logits [n, V]."""
-        logits: Tensor = self.module(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits  # [1, n, V]
-        return logits.squeeze(0)
+        logits: Tensor = self.module(inputs_embeds=in_tiles(rows).unsqueeze(0), use_cache=False).logits  # [1, n, V]
+        return logits.squeeze(0)[: len(rows)]
 
     def at(self, rows: Tensor, ids: Tensor) -> Tensor:
         """rows [n, H], ids [n, K] int64 in 0..V-1 -> logits [n, K].

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
-from kiln_stages.training import determinism, fast_paths
+from kiln_stages.training import determinism, fast_paths, tiles
 from kiln_stages.training.head import OutputHead
 from kiln_stages.training.lora import LoraShape, add_lora, are_transposed, choose_targets
 from kiln_stages.training.segments import split_layers
@@ -80,8 +80,16 @@ class LanguageModel:
         elsewhere, where that is a faster path.
         """
         with self._read.only(rows):
-            hidden = self.hidden(ids[: int(rows.max()) + 1].unsqueeze(0))
+            hidden = self.hidden(self._whole_tiles(ids[: int(rows.max()) + 1]).unsqueeze(0))
         return hidden.squeeze(0).index_select(0, rows)
+
+    def _whole_tiles(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> as many as make whole tiles; what is put behind them changes nothing before it."""
+        spare = tiles.spare_rows(len(ids), self.dtype, self.device)
+        limit = getattr(cast(Any, self.causal).config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and len(ids) + spare > limit:  # a learned position, or a scale of rotations, may end there
+            return ids
+        return nn.functional.pad(ids, (0, spare))
 
     def project(self, rows: Tensor) -> Tensor:
         """rows [n, H] -> logits [n, V] through the model's own head."""
