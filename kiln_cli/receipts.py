@@ -383,6 +383,10 @@ class TrainReceipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content_sha256: str = ""
     receipt_sha256: str = ""
 
+    def held_out_loss(self) -> str:
+        """What ``held_out`` holds, in a word."""
+        return "held-out reverse KL" if isinstance(self.opd, OpdBlock) else "held-out loss"
+
     def tokens(self) -> int:
         """Tokens that the committed steps went over, each as often as its row was visited."""
         return sum(self.token_counts.get(name, 0) for name in ("action_tokens", "context_tokens", "env_tokens"))

@@ -36,6 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     supervised_tokens: int
     steps: int
+    loss_name: str
     loss_before: float | None
     loss_after: float | None
     held_out_losses: list[tuple[int, float]]  # (step, nats/token), every [train] heldout_interval steps
@@ -75,6 +76,7 @@ def run(run_directory: Path, against: Path | None = None) -> Report:
         tokens=receipt.tokens(),
         supervised_tokens=receipt.token_counts.get("action_tokens", 0),
         steps=receipt.steps,
+        loss_name=receipt.held_out_loss(),
         loss_before=receipt.held_out.loss_before if receipt.held_out else None,
         loss_after=receipt.held_out.loss_after if receipt.held_out else None,
         held_out_losses=_held_out_losses(run_directory),
@@ -94,9 +96,9 @@ def page(report: Report) -> str:
     rows += [["tokens trained", report.tokens], ["  supervised", report.supervised_tokens], ["steps", report.steps]]
     if report.loss_before is not None and report.loss_after is not None:
         rows += [
-            ["held-out loss before (nats/token)", report.loss_before],
+            [f"{report.loss_name} before (nats/token)", report.loss_before],
             *([f"  after step {step:,}", loss] for step, loss in _shown(report.held_out_losses)),
-            ["held-out loss after", report.loss_after],
+            [f"{report.loss_name} after", report.loss_after],
         ]
     if report.tokens_per_second is not None:
         rows.append(["tokens per second", f"{report.tokens_per_second:.0f}"])

@@ -487,6 +487,8 @@ def test_the_reverse_kl_on_held_out_rows_is_measured_before_and_after(tmp_path: 
     trainer = Trainer(plan_of(project))
     before = trainer.held_out(ScoredTrainRows(project / RUN / "admit" / "heldout.parquet", observed=False))
     assert before.mean_per_token == held.loss_before
+    for page in (kiln("report", project / RUN).out, (project / RUN / "train" / "adapter" / "README.md").read_text()):
+        assert "held-out reverse KL before" in page and "held-out loss" not in page
     given = json.loads((project / "held_out.jsonl").read_bytes().splitlines()[1])
     for words in ((), ("--split", "heldout")):
         done = kiln("generate", project / RUN, "--row", "1", "--max-new-tokens", "1", "--json", *words)

@@ -156,6 +156,7 @@ def _teacher(receipt: TrainReceipt) -> Iterable[tuple[str, object]]:
 
 def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
     settings, held = receipt.hyperparameters, receipt.held_out
+    kind = kind_named(settings["mode"])
     rows = receipt.data.examples_kept
     losses = [step.loss for step in steps]
     handed = settings["optimizer"]["effective"]
@@ -163,7 +164,7 @@ def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
         ("profile", code_span(settings["profile"])),
         ("loss", code_span(settings["loss"])),
         ("epochs", settings["epochs"]),
-        (f"steps, one {kind_named(receipt.hyperparameters['mode']).row} each", receipt.steps),
+        (f"steps, one {kind.row} each", receipt.steps),
         ("learning rate, constant", f"{settings['learning_rate']:g}"),
         ("optimizer", code_span(settings["optimizer"]["kind"])),
         ("as torch was handed it", ", ".join(code_span(f"{name} = {value}") for name, value in sorted(handed.items()))),
@@ -180,9 +181,9 @@ def _training(receipt: TrainReceipt, steps: Sequence[Step]) -> str:
     lines += _distillation(receipt)
     if held is not None:
         lines += [
-            ("held-out conversations", held.rows),
-            ("held-out loss before (nats a supervised token)", f"{held.loss_before:.4f}"),
-            ("held-out loss after", f"{held.loss_after:.4f}"),
+            (f"held-out {kind.row}s", held.rows),
+            (f"{receipt.held_out_loss()} before (nats a supervised token)", f"{held.loss_before:.4f}"),
+            (f"{receipt.held_out_loss()} after", f"{held.loss_after:.4f}"),
         ]
     return _table(*lines)
 

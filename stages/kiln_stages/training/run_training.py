@@ -82,8 +82,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
             rows += [["mean loss, last epoch", sum(history[-count:]) / count]]
             rows += [["tokens a second", round(receipt.produced["training_tokens_per_second"] or 0)]]
         if receipt.held_out is not None:
-            rows += [["held-out loss before", receipt.held_out.loss_before]]
-            rows += [["held-out loss after", receipt.held_out.loss_after]]
+            rows += [[f"{receipt.held_out_loss()} before", receipt.held_out.loss_before]]
+            rows += [[f"{receipt.held_out_loss()} after", receipt.held_out.loss_after]]
         state = "unchanged" if self.unchanged else "written"
         where = f"{printable(out)}/{receipt.adapters['output']['path']}, {printable(out)}/{RECEIPT_NAME}"
         written = f"{state}: {where}\nloss curve: {printable(out)}/{LOSS_CURVE}{self._removals()}"
