@@ -7,6 +7,7 @@ artifact and no debris; what a killed process leaves behind is swept under the l
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -257,6 +258,12 @@ def flush_files(directory: Path) -> None:
                 os.close(descriptor)
 
 
+# What stands at a path is of the wrong kind: no space or permission would help.
+_OF_THE_NAME = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY}
+IN_THE_WAY = "move what stands there, or name another place"
+NO_ROOM = "free space or mend the permissions, then run the same command again"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns a refusal of the disk into KLN402, with the reason and the space that is left."""
@@ -268,7 +275,7 @@ def writing(path: Path) -> Iterator[None]:
         raise KilnError(
             "KLN402",
             f"cannot write {printable(path)}: {error.strerror or error} ({free // 1_000_000} MB free)",
-            hint="free space or mend the permissions, then run the same command again",
+            hint=IN_THE_WAY if error.errno in _OF_THE_NAME else NO_ROOM,
         ) from error
 
 

@@ -139,9 +139,7 @@ class _Report:
 
     def completed(self, error: KilnError) -> KilnError:
         """The error with all faults that were found."""
-        if not self._count:
-            return error
-        if self._count == 1:
+        if self._count <= 1:
             return error
         message = f"{error.message}\n{self._count} faults in all"
         details = scored.fault_details(self._faults) if self._json else None

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, not_built
 from kiln_cli.plugins import load_plugins
 from kiln_cli.terminal import table, terminal
@@ -133,7 +134,8 @@ def verify_command(name: Name, registry: Registry = DEFAULT, json: Json = False)
         terminal.json = False  # the differences are the one JSON object of this command
         raise KilnError(
             "KLN103",
-            f"data set {printable(name)!r} is not what its rows make of it: {len(found)} differences",
+            f"data set {printable(name)!r} is not what its rows make of it: "
+            + counted(len(found), "difference", "differences"),
             hint=way_out(directory_of(registry, name), found[0].file),
         )
     terminal.say(f"data set {printable(name)}: every file is what data.jsonl and manifest.json give")

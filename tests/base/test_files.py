@@ -210,6 +210,7 @@ def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(KilnError) as caught:
         write_file(tmp_path / "x" / "y", b"data")
     assert caught.value.code == "KLN402"
+    assert caught.value.hint == "move what stands there, or name another place"
 
 
 # --- directories
@@ -409,6 +410,7 @@ def test_a_lock_that_cannot_be_made(tmp_path: Path, what: str) -> None:
     with pytest.raises(KilnError) as caught, run_lock(run, "kiln test"):
         pass
     assert caught.value.code == "KLN402"
+    assert caught.value.hint == "move what stands there, or name another place"
 
 
 # --- inputs
