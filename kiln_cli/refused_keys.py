@@ -62,7 +62,7 @@ REFUSED_KEYS = {
             "cutoff_len",
             "truncation",
         ),
-        "rows are never packed, padded or cut; [admit] max_tokens refuses long ones",
+        "rows are never packed, cut, or padded to the length of another; [admit] max_tokens refuses long ones",
     ),
     **dict.fromkeys(
         (

@@ -152,7 +152,7 @@ def test_m9_a_template_of_another_model_is_refused_before_any_row(bench: Bench) 
 def test_m10_p1_packing_padding_and_truncation_are_refused_by_name(bench: Bench, key: str) -> None:
     done = bench.admit([[u("q"), a("a")]], "--set", f"train.{key}=true")
     assert done.code == 2
-    assert f"train.{key} is refused: rows are never packed, padded or cut" in done.err
+    assert f"train.{key} is refused: rows are never packed, cut, or padded" in done.err
 
 
 def test_m10_the_counts_of_the_manifest_are_the_labels_of_the_corpus(bench: Bench) -> None:
