@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -33,6 +34,7 @@ from kiln_cli.terminal import SILENT
 ROWS, EPOCHS = 10, 4
 STEPS = ROWS * EPOCHS
 KINDS = ("muon", "adam_w")
+FRESH = {"muon": (1, 10, 24, 39), "adam_w": (7, 20, 33, 40)}  # cuts of `make test`; `make test-faults` has all
 RUN = "run"
 RESULTS = (
     "train/metrics.jsonl",
@@ -96,6 +98,18 @@ def kiln_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """One command line in a process of its own."""
     command = [sys.executable, "-m", "kiln_cli.app", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def require_cuts_end_equal(admitted: Path, folder: Path, steps: Iterable[int]) -> None:
+    """Trainings cut at each of ``steps`` and resumed by a process of its own end as the uncut one does."""
+    whole = Path(shutil.copytree(admitted, folder / "whole"))
+    train_in_process(whole)
+    cut = [cut_in_process(admitted, folder / f"cut-{step:02}", step) for step in steps]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda project: kiln_process("resume", project / RUN), cut))
+    for project, process in zip(cut, done, strict=True):
+        assert process.returncode == 0, f"{project.name}: {process.stderr}"
+        require_equal_runs(project, whole)
 
 
 def require_equal_runs(project: Path, uncut: Path) -> None:

@@ -76,6 +76,12 @@ def scored_run(directory: Path, rows: int = 4, **settings: Any) -> tuple[LoadedC
     return config, out
 
 
+def forty_steps(directory: Path, optimizer: str, interval: int = 15) -> Path:
+    """An admitted project: ten scored rows, five of them trajectories, ECHO on, four epochs."""
+    scored_run(directory, 10, train=f"epochs = 4\ncheckpoint_interval = {interval}\noptimizer = '{optimizer}'")
+    return directory
+
+
 def scored_example(scorer: Scorer, teacher: LanguageModel, number: int, shift: int = 0) -> dict[str, Any]:
     """A row with the scores that the teacher gives; every other one is a trajectory with a tool's answer."""
     question = f"What is the weather like in city number {number} today?"

@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from cut_runs import (
+    FRESH,
     KINDS,
     ROWS,
-    RUN,
     STEPS,
     End,
     admitted_project,
-    cut_in_process,
     end_of,
     go_on,
-    kiln_process,
     plan_of,
     rehash,
-    require_equal_runs,
-    train_in_process,
+    require_cuts_end_equal,
 )
 from kiln_stages.training.checkpoint import (
     ADAPTER,
@@ -49,7 +44,6 @@ from safetensors.numpy import load_file, save_file
 from kiln_cli import KilnError
 from kiln_cli.manifests import document
 
-FRESH = {"muon": (1, 10, 24, 39), "adam_w": (7, 20, 33, 40)}
 DAMAGED = 17  # step of the checkpoint that the controls damage: cursor 7 of epoch 1
 Changed = dict[str, Any]
 
@@ -87,17 +81,7 @@ def test_forty_cuts_each_gone_on_with_to_the_end(uncut: Uncut, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuts_resumed_by_fresh_processes_equal_the_uncut_run(kind: str, tmp_path: Path) -> None:
-    admitted = admitted_project(tmp_path / "admitted", kind)
-    whole = Path(shutil.copytree(admitted, tmp_path / "whole"))
-    train_in_process(whole)
-    cut = [cut_in_process(admitted, tmp_path / f"cut-{step}", step) for step in FRESH[kind]]
-    with ThreadPoolExecutor(2) as pool:
-        done: list[subprocess.CompletedProcess[str]] = list(
-            pool.map(lambda project: kiln_process("resume", project / RUN), cut)
-        )
-    for project, process in zip(cut, done, strict=True):
-        assert process.returncode == 0, process.stderr
-        require_equal_runs(project, whole)
+    require_cuts_end_equal(admitted_project(tmp_path / "admitted", kind), tmp_path, FRESH[kind])
 
 
 def _leave(uncut: Uncut, directory: Path, *, logged: int, checkpoint: int) -> Path:

@@ -11,7 +11,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cut_runs import RUN, STEPS, End, cut_in_process, end_of, go_on, plan_of, require_equal_runs, train_in_process
+from cut_runs import (
+    FRESH,
+    KINDS,
+    RUN,
+    STEPS,
+    End,
+    cut_in_process,
+    end_of,
+    go_on,
+    plan_of,
+    require_cuts_end_equal,
+    require_equal_runs,
+    train_in_process,
+)
 from kiln_stages.distilling.identity import TeacherIdentity
 from kiln_stages.distilling.rows import ScoredRows
 from kiln_stages.training.checkpoint import checkpoint_name, list_checkpoints, read_checkpoint_manifest
@@ -21,7 +34,7 @@ from kiln_stages.training.scored_rows import ScoredTrainRows
 from kiln_stages.training.trainer import Trainer, train_adapter
 from safetensors.numpy import load_file, save_file
 from scored_corpus import ALIAS, register_teacher
-from scored_run import TEACHER_SEED, scored_run
+from scored_run import TEACHER_SEED, forty_steps, scored_run
 from tiny_model import Kiln
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,15 +43,11 @@ from kiln_cli.manifests import document, read_receipt
 from kiln_cli.receipts import EchoBlock, OpdBlock, TrainReceipt
 
 ROWS = 10
-FORTY = "epochs = 4\ncheckpoint_interval = 15\noptimizer = '{}'"
 
 
 @pytest.fixture(scope="module")
 def admitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten scored rows, five of them trajectories, ECHO on; forty steps."""
-    project = tmp_path_factory.mktemp("opd") / "project"
-    scored_run(project, ROWS, train=FORTY.format("muon"))
-    return project
+    return forty_steps(tmp_path_factory.mktemp("opd") / "project", "muon")
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +212,10 @@ def _sha256(path: Path) -> str:
 # Cuts.
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam_w"])
+@pytest.mark.parametrize("optimizer", KINDS)
 def test_forty_cuts_each_gone_on_with_to_the_end(optimizer: str, tmp_path: Path) -> None:
     """Behind the last step there is no checkpoint: a run that is cut there does its last step again."""
-    scored_run(
-        tmp_path / "project", ROWS, train=f"epochs = 4\ncheckpoint_interval = {STEPS}\noptimizer = '{optimizer}'"
-    )
-    plan, whole = plan_of(tmp_path / "project"), tmp_path / "whole"
+    plan, whole = plan_of(forty_steps(tmp_path / "project", optimizer, STEPS)), tmp_path / "whole"
     trainer = Trainer(plan)
 
     def publish(record: StepRecord) -> None:
@@ -224,6 +230,11 @@ def test_forty_cuts_each_gone_on_with_to_the_end(optimizer: str, tmp_path: Path)
         shutil.copytree(whole / name, directory / name)
         (directory / "metrics.jsonl").write_bytes(b"".join(log[:step]))
         assert go_on(plan, directory) == end, f"cut behind step {step}"
+
+
+@pytest.mark.parametrize("optimizer", KINDS)
+def test_cuts_resumed_by_fresh_processes_equal_the_uncut_run(optimizer: str, tmp_path: Path) -> None:
+    require_cuts_end_equal(forty_steps(tmp_path / "admitted", optimizer), tmp_path, FRESH[optimizer])
 
 
 @pytest.mark.parametrize("step", [1, 23, 40])
