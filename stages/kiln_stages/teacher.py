@@ -330,6 +330,7 @@ def account(result: ScoringResult) -> str:
         ["positions scored", result.targets],
         ["  own token not among the candidates", result.chosen_outside],
         ["  own token without a score", result.chosen_unscored],
+        ["  as in an earlier row of the same tokens, scored otherwise this time", result.settled],
         [f"mean probability of the {result.top_k} candidates", result.mean_mass],
     ]
     state = "unchanged" if result.rows_found == result.rows else "written"

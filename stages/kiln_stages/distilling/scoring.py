@@ -52,7 +52,7 @@ class Tally:
     """What was scored, in numbers."""
 
     def __init__(self) -> None:
-        self.rows = self.targets = self.outside = self.unscored = 0
+        self.rows = self.targets = self.outside = self.unscored = self.settled = 0
         self._masses: list[float] = []  # of rows
 
     def add(self, entries: list[dict[str, Any]]) -> None:
@@ -75,6 +75,8 @@ class ScoringResult(msgspec.Struct, frozen=True, kw_only=True):
     """``targets``: positions that were scored. ``chosen_outside``: of them, where the row's own token is not among the
     candidates; ``chosen_unscored``: where the teacher gave that token no score. ``mean_mass``: probability that the
     candidates have together, averaged over positions. ``rows_found``: rows that an earlier run had scored.
+    ``settled``: positions of the other rows where the teacher gave other scores than in an earlier row of the same
+    tokens, whose scores they have.
     ``ignored_fields``: rows with a field that no scored row has. ``other_tokenizer_config``: the rows' tokenizer has
     the teacher's vocabulary and other settings."""
 
@@ -89,6 +91,7 @@ class ScoringResult(msgspec.Struct, frozen=True, kw_only=True):
     chosen_outside: int
     chosen_unscored: int
     mean_mass: float
+    settled: int
     ignored_fields: dict[str, int]
     other_tokenizer_config: bool
     sha256: str
@@ -189,6 +192,7 @@ def score_rows(work: Work, scorer: Callable[[], Scorer], progress: Progress = SI
         chosen_outside=tally.outside,
         chosen_unscored=tally.unscored,
         mean_mass=tally.mean_mass,
+        settled=tally.settled,
         ignored_fields=dict(sorted(survey.ignored.items())),
         other_tokenizer_config=work.other_tokenizer_config,
         sha256=sha256,
@@ -247,11 +251,10 @@ def _append(
 ) -> None:
     pending = (pair for number, pair in enumerate(work.rows()) if number >= found)
     for row, targets, scores in _in_order(work, scorer, pending):
+        settled = written.settled(targets, scores)
         entries = [
             each.written(targets.input_ids[target], text)
-            for each, target, text in zip(
-                written.settled(targets, scores), targets.action_targets, _texts(work, targets), strict=True
-            )
+            for each, target, text in zip(settled, targets.action_targets, _texts(work, targets), strict=True)
         ]
         line = _line(row, entries)
         if len(line) > LINE_CAP:
@@ -261,6 +264,7 @@ def _append(
         log.sync()
         written.add(line, targets)
         tally.add(entries)
+        tally.settled += sum(kept != given for kept, given in zip(settled, scores, strict=True))
         task.advance(len(entries), note=f"row {tally.rows}")
 
 
