@@ -125,11 +125,18 @@ def read_manifest(run: Path, stage: str) -> StageManifest:
         raise KilnError(
             "KLN206", f"{printable(path)} is missing", hint=f"run `kiln {stage} CONFIG --out {printable(run)}` first"
         )
-    manifest = read_document(path, StageManifest, MANIFEST_SCHEMA)
+    manifest = parse_manifest(path, stage)
     if manifest.content_sha256 != content_sha256(manifest):
         raise damaged(path, f"content_sha256 is {manifest.content_sha256}, expected {content_sha256(manifest)}")
+    return manifest
+
+
+def parse_manifest(path: Path, stage: str) -> StageManifest:
+    """The manifest of this stage as written, its digest not checked. Raises KilnError KLN206 as read_document does, and
+    where it is of another stage."""
+    manifest = read_document(path, StageManifest, MANIFEST_SCHEMA)
     if manifest.stage != stage:
-        raise damaged(path, f"stage is {manifest.stage!r}, expected {stage!r}")
+        raise damaged(path, f"stage is {printable(repr(manifest.stage))}, expected {stage!r}")
     return manifest
 
 

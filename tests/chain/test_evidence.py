@@ -396,6 +396,16 @@ def test_times_are_covered_too(mine: Path, kiln: Kiln, name: str) -> None:
     assert any(name in failing or "receipt_sha256" in failing for failing in verdict.failing)
 
 
+@pytest.mark.parametrize("stage", ["data", "admit"])
+def test_a_manifest_that_names_another_stage_is_a_failing_claim(stage: str, mine: Path, kiln: Kiln) -> None:
+    path = mine / RUN / f"{stage}_manifest.json"
+    for other in ("train", "a`mit", ""):
+        path.write_bytes(document(json.loads(path.read_bytes()) | {"stage": other}))
+        verdict = verify(kiln, mine / RUN)
+        assert verdict.code == 1
+        assert f"{path.name} is a sound manifest" in verdict.failing
+
+
 @pytest.mark.parametrize("key", ["base", "output"])
 def test_a_flipped_key_of_the_adapters_is_a_failing_claim(key: str, mine: Path, kiln: Kiln) -> None:
     """What the receipt then lacks is told by a claim, not by an error of the command."""

@@ -15,8 +15,8 @@ import msgspec
 from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
-from kiln_cli.manifests import content_sha256, locate, manifest_path, read_document
-from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, MANIFEST_SCHEMA, DropSummary, FileRef, ManifestRef, StageManifest
+from kiln_cli.manifests import content_sha256, locate, manifest_path, parse_manifest, read_document
+from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, FileRef, ManifestRef, StageManifest
 from kiln_cli.text import printable
 from kiln_stages.evidence.digests import Digest
 from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
@@ -98,7 +98,7 @@ def manifest_claims(run: Path, stage: str, ref: ManifestRef | None) -> Generator
         yield Claim(f"{path.name} is a sound manifest", "not checkable here", f"{path.name} is not here")
         return None
     try:
-        manifest = read_document(path, StageManifest, MANIFEST_SCHEMA)
+        manifest = parse_manifest(path, stage)
     except KilnError as error:
         yield Claim(f"{path.name} is a sound manifest", "fails", error.message)
         return None
