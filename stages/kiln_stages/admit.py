@@ -126,14 +126,14 @@ class _Report:
 
     def __init__(self, wanted: bool, *, json: bool) -> None:
         self._json = json
-        self._faults: list[CorpusFault] = []
+        self._faults: list[tuple[str, CorpusFault]] = []
         self._count = 0
         self.on_fault = self._take if wanted else None
 
     def _take(self, path: str, fault: CorpusFault) -> None:
         self._count += 1
         if self._json:
-            self._faults.append(fault)
+            self._faults.append((path, fault))
         else:
             terminal.data(fault.text(path))
 

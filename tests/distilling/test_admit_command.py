@@ -36,11 +36,13 @@ def options(project: Path, *more: str) -> list[str]:
     return ["--registry", str(registry), "--model", str(model), "--out", str(run), *more]
 
 
-def break_row(project: Path, scorer: Scorer, student: Path, faults: int = 2) -> None:
+def break_row(
+    project: Path, scorer: Scorer, student: Path, faults: int = 2, *, file: str = "corpus.jsonl", sound: str = "A?"
+) -> None:
     row = scorer.example("Third?")
     for at in range(faults):
         row["teacher_tokens"][at]["top_logprobs"][0]["logprob"] = 0.5
-    (project / "corpus.jsonl").write_bytes(corpus(teacher_identity(student), [scorer.example(), row]))
+    (project / file).write_bytes(corpus(teacher_identity(student), [scorer.example(sound), row]))
 
 
 @pytest.mark.parametrize("kind", [[], ["--kind", "opd"], ["--kind", "auto"]])
@@ -101,6 +103,45 @@ def test_a_report_lists_every_fault(project: Path, scorer: Scorer, student: Path
     assert len(json.loads(plain.out)["error"]["details"]["faults"]) == 1
 
 
+@pytest.mark.parametrize("held_out", ["refused", "of another teacher", "without an example", "missing", "sound"])
+def test_a_report_goes_on_to_the_held_out_corpus(held_out: str, project: Path, scorer: Scorer, student: Path) -> None:
+    """Both files can be mended at once. That an example is in both is told of files that hold, so not here."""
+    break_row(project, scorer, student, faults=3)
+    path, identity = project / "held_out.jsonl", teacher_identity(student)
+    told, codes = "", []
+    if held_out == "refused":
+        break_row(project, scorer, student, file=path.name)
+        told = f"{path}:3: example 2: logprob_positive at /teacher_tokens/0/"
+        codes = ["logprob_positive"] * 2
+    elif held_out == "of another teacher":
+        path.write_bytes(corpus(teacher_identity(student, base_model_sha256="f" * 64), [scorer.example("B?")]))
+        told, codes = f"{path}:1: teacher_identity_mismatch", ["teacher_identity_mismatch"]
+    elif held_out == "without an example":
+        path.write_bytes(corpus(identity, []))
+        told = f"{path} holds no example"
+    elif held_out == "missing":
+        told = f"{path}: No such file"
+    else:
+        path.write_bytes(corpus(identity, [scorer.example("B?")]))
+    arguments = ["admit", "--file", str(project / "corpus.jsonl"), "--teacher", ALIAS, *options(project)]
+    arguments += ["--set", f"distill.heldout_file={path}"]
+    done = kiln(*arguments, "--report")
+    assert done.code == 1
+    assert [line.split(":")[0] for line in done.out.splitlines()] == [
+        *[str(project / "corpus.jsonl")] * 3,
+        *[str(path)] * len(codes),
+    ]
+    assert done.err.startswith(f"kiln: KLN112: {project / 'corpus.jsonl'}:3: example 2: logprob_positive")
+    assert told in done.err
+    assert (str(path) in done.err) == (held_out != "sound")
+    assert f"{3 + len(codes)} faults in all" in done.err
+    faults = json.loads(kiln(*arguments, "--report", "--json").out)["error"]["details"]["faults"]
+    assert [(fault["file"], fault["code"]) for fault in faults[3:]] == [(str(path), code) for code in codes]
+    assert not list(project.glob("run/admit/*"))
+    # Without a report reading ends with the first fault.
+    assert str(path) not in kiln(*arguments).err
+
+
 @pytest.mark.parametrize("form", ["identity", "no manifest", "no score"])
 def test_a_report_lists_what_is_wrong_with_the_manifest_line(
     form: str, project: Path, scorer: Scorer, student: Path
@@ -123,6 +164,7 @@ def test_a_report_lists_what_is_wrong_with_the_manifest_line(
     assert (f"{len(expected)} faults in all" in done.err) == (len(expected) > 1)
     assert "--report" not in done.err
     faults = json.loads(kiln(*arguments, "--json").out)["error"]["details"]["faults"]
+    assert {fault["file"] for fault in faults} == {str(path)}
     assert [fault["line"] for fault in faults] == [int(wanted.split(":")[1]) for wanted in expected]
     assert all(fault["code"] in wanted for fault, wanted in zip(faults, expected, strict=True))
 

@@ -50,6 +50,7 @@ from kiln_stages.workers import Workers, available
 
 CORPUS = "admit/corpus.parquet"
 OnFault = Callable[[str, CorpusFault], None]  # with the corpus's path, as given
+_SECOND = "admit: held out"
 _WHOLE = "a scored corpus is refused whole; mend the line, `kiln admit --report` lists every fault"
 
 
@@ -122,8 +123,8 @@ def admit_scored(
     """Writes ``admit/corpus.parquet``, its receipt, the same of a held-out corpus, and, last, the manifest; and whether
     nothing changed.
 
-    ``on_fault`` is told of every fault, in the order of the lines; without it reading ends where nothing can come
-    before a fault that was found. The caller holds the run's lock.
+    ``on_fault`` is told of every fault of both, in the order of the lines; without it reading ends where nothing can
+    come before a fault that was found. The caller holds the run's lock.
 
     Raises KilnError: KLN112 with the first fault by the order of the contract, KLN107 for a file without an example,
     KLN109 for a held-out example that is trained on, KLN204 for a file that cannot be read, KLN207 for one that changes
@@ -137,15 +138,8 @@ def admit_scored(
         return done, True
     contract = build_contract(config, terms)
     require_markers(contract)
-    read, apart = partial(read_scored, workers=workers, progress=progress, on_fault=on_fault), Apart(config)
-    with ExitStack() as stack:
-        corpus = stack.enter_context(ScoredWriter(out / CORPUS))
-        scored = read(config, contract, apart.corpus(corpus.write), label="admit")
-        admitted = [_Admitted("corpus", corpus, RECEIPT, scored)]
-        if (second := held_out_config(config)) is not None:
-            rows = stack.enter_context(ScoredWriter(out / HELD_OUT))
-            found = read(second, contract, apart.held_out(rows.write), label="admit: held out")
-            admitted.append(_Admitted("heldout", rows, HELD_OUT_RECEIPT, found))
+    read = partial(read_scored, contract=contract, workers=workers, progress=progress, on_fault=on_fault)
+    admitted = _admit(config, out, read, report=on_fault is not None)
     manifest = StageManifest(
         stage="admit",
         kiln_version=version(),
@@ -155,7 +149,7 @@ def admit_scored(
         outputs=[ref for each in admitted for ref in each.outputs(out)],
         counts={each.split: each.scored.counts for each in admitted},
         details={
-            **_details(scored, contract),
+            **_details(admitted[0].scored, contract),
             "admitted_sha256": {each.split: each.scored.receipt.scored_corpus_sha256 for each in admitted},
         },
     )
@@ -164,6 +158,39 @@ def admit_scored(
     if known is not None:
         fingerprint.record(out, known, manifest)
     return manifest, unchanged
+
+
+def _admit(config: LoadedConfig, out: Path, read: Callable[..., Scored], *, report: bool) -> list[_Admitted]:
+    """The corpus and the held-out one, their rows written. ``report``: the faults of the second are told even where the
+    first is refused."""
+    apart, second = Apart(config), held_out_config(config)
+    with ExitStack() as stack:
+        rows = stack.enter_context(ScoredWriter(out / CORPUS))
+        try:
+            scored = read(config, keep=apart.corpus(rows.write), label="admit")
+        except KilnError as error:
+            if second is None or not report or error.code != REFUSED:
+                raise
+            raise _with_held_out(error, partial(read, second, keep=_let_go, label=_SECOND)) from None
+        admitted = [_Admitted("corpus", rows, RECEIPT, scored)]
+        if second is not None:
+            rows = stack.enter_context(ScoredWriter(out / HELD_OUT))
+            scored = read(second, keep=apart.held_out(rows.write), label=_SECOND)
+            admitted.append(_Admitted("heldout", rows, HELD_OUT_RECEIPT, scored))
+    return admitted
+
+
+def _with_held_out(error: KilnError, read: Callable[[], Scored]) -> KilnError:
+    """The refusal of the corpus, once the faults of the held-out one are told too, and what refuses that one."""
+    try:
+        read()
+    except KilnError as second:
+        return KilnError(error.code, f"{error.message}\n{second.message}", hint=error.hint, details=error.details)
+    return error
+
+
+def _let_go(row: PackedScoredRow) -> None:
+    """The corpus is refused, so no row of the held-out one is kept either."""
 
 
 def read_scored(
@@ -233,10 +260,10 @@ def account(manifest: StageManifest, out: Path, *, unchanged: bool) -> str:
     return "\n".join([*lines, f"{'unchanged' if unchanged else 'written'}: {printable(out)}/admit_manifest.json"])
 
 
-def fault_details(faults: list[CorpusFault]) -> dict[str, Any]:
-    """Faults as an error carries them."""
+def fault_details(faults: list[tuple[str, CorpusFault]]) -> dict[str, Any]:
+    """Faults as an error carries them, each with the file that has it."""
     fields = ("line", "example", "code", "pointer", "detail")
-    return {"faults": [{field: getattr(fault, field) for field in fields} for fault in faults]}
+    return {"faults": [{"file": name} | {field: getattr(fault, field) for field in fields} for name, fault in faults]}
 
 
 class _Tally:
@@ -345,7 +372,8 @@ def _bound(
     except KilnError as error:
         if on_fault is not None and error.code == REFUSED and isinstance(error.details, dict):
             for fault in error.details["faults"]:
-                on_fault(name, CorpusFault(phase=Phase.MANIFEST, **fault))
+                fields = {field: value for field, value in fault.items() if field != "file"}
+                on_fault(name, CorpusFault(phase=Phase.MANIFEST, **fields))
         raise
 
 
@@ -373,7 +401,7 @@ def _require_sound(tally: _Tally, record: FirstRecord, name: str) -> None:
         hint = _WHOLE
         if fault.code in ("manifest_missing", "logprobs_without_manifest"):
             hint = "put the line of `kiln teacher manifest ALIAS` in front, if that teacher scored it"
-        raise KilnError(REFUSED, fault.text(name), hint=hint, details=fault_details([fault]))
+        raise KilnError(REFUSED, fault.text(name), hint=hint, details=fault_details([(name, fault)]))
     if not tally.examples:
         raise KilnError("KLN107", f"{name} holds no example, only a manifest line", hint="score some rows first")
 

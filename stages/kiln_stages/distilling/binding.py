@@ -123,5 +123,6 @@ def _require_tokenizer(settings: DistillConfig, contract: Contract, identity: Te
 
 
 def _refuse(place: str, code: str, detail: str, hint: str) -> NoReturn:
-    faults = [{"line": int(place.rpartition(":")[2]), "example": 0, "code": code, "pointer": "", "detail": detail}]
-    raise KilnError(REFUSED, f"{place}: {code}: {detail}", hint=hint, details={"faults": faults})
+    file, _, line = place.rpartition(":")
+    fault = {"file": file, "line": int(line), "example": 0, "code": code, "pointer": "", "detail": detail}
+    raise KilnError(REFUSED, f"{place}: {code}: {detail}", hint=hint, details={"faults": [fault]})
