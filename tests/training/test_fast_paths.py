@@ -99,6 +99,7 @@ def test_losses_and_gradients_are_those_of_the_modules_own(kind: str, dtype: tor
 def test_what_is_known_is_replaced_and_nothing_else(kind: str, parts: dict[str, int]) -> None:
     assert model_of(kind).fast_paths.parts == parts
     assert model_of(kind).fast_paths.identity() == {"parts": parts}
+    assert model_of(kind).fast_paths.reason is None
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,23 @@ def test_a_decoder_that_mixes_rows_at_its_end_has_its_last_mlp_everywhere() -> N
 
         causal.model.norm = RunningMean()
 
-    assert model_of("llama", change=change).fast_paths.parts == {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 4}
+    found = model_of("llama", change=change).fast_paths
+    assert found.parts == {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 4}
+    assert "with its last feed-forward block at the rows that are read the model differs by" in found.reason
+    assert found.relative <= found.bound  # of the parts that are replaced
+
+
+def test_a_model_that_does_not_run_with_its_last_mlp_at_rows_has_it_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(forward: Any, read: Any, x: Tensor) -> Tensor:
+        if read.rows is not None:
+            raise RuntimeError("no kernel for these rows")
+        return forward(x)
+
+    monkeypatch.setattr(fast_paths, "_at_rows", refuse)
+    found = model_of("llama").fast_paths
+    assert found.parts == {"gated_mlp": 2, "lora_linear": 8, "rms_norm": 5}
+    assert found.reason is not None
+    assert "at the rows that are read the model does not run: no kernel for these rows" in found.reason
 
 
 def test_a_norm_of_another_formula_keeps_its_forward() -> None:
@@ -268,7 +285,7 @@ def test_a_model_that_differs_as_a_whole_keeps_every_forward() -> None:
 
     model = model_of("llama", change=change)
     assert model.fast_paths.parts == {}
-    assert "the model differs by" in model.fast_paths.reason
+    assert "with them the model differs by" in model.fast_paths.reason
     assert replaced(model) == 0
 
 

@@ -35,7 +35,7 @@ PROBE_READS = (2, 3, 11, 23)  # of the model's own probe: rows whose hidden stat
 class FastPaths(NamedTuple):
     """How many modules run as which function; ``relative`` is the largest difference that the probe of the whole saw.
 
-    ``parts`` is empty where nothing is replaced; ``reason`` says why if it could have been.
+    ``parts`` is empty where nothing is replaced; ``reason`` says why something is not that could have been.
     """
 
     parts: dict[str, int]
@@ -83,19 +83,20 @@ def install(
         forwards = _forwards(replaced)
         plain = _run(whole, leaves)
         put_in(forwards)
-        relative, reason = _compare(whole, leaves, plain, bound)
-        if reason is not None:
+        relative, fault = _compare(whole, leaves, plain, bound)
+        if fault is not None:
             take_out(forwards)
-            return FastPaths({}, 0.0, bound, reason), {}
+            return FastPaths({}, 0.0, bound, f"with them the model {fault}"), {}
         limited = _last_mlp_at_rows(replaced, read)
         plain = _run(at_rows, leaves)
         put_in(_forwards(limited))
-        _, reason = _compare(at_rows, leaves, plain, bound)
-        if reason is None:
+        _, fault = _compare(at_rows, leaves, plain, bound)
+        if fault is None:
             replaced |= limited
         put_in(_forwards(replaced))
     parts = Counter(kind for kind, _ in replaced.values())
-    return FastPaths(dict(sorted(parts.items())), relative, bound), _forwards(replaced)
+    reason = None if fault is None else f"with its last feed-forward block at the rows that are read the model {fault}"
+    return FastPaths(dict(sorted(parts.items())), relative, bound, reason), _forwards(replaced)
 
 
 def _forwards(replaced: Replaced) -> Forwards:
@@ -120,12 +121,11 @@ def _compare(
     try:
         found = _run(run, leaves)
     except (RuntimeError, TypeError, ValueError) as error:
-        return float("inf"), f"the model does not run with them: {printable(error)}"
+        return float("inf"), f"does not run: {printable(error)}"
     if plain[0].dtype != torch.float32:
         found, plain = found[:1], plain[:1]
     relative = max(relative_difference(*pair) for pair in zip(found, plain, strict=True))
-    holds = relative <= bound
-    return relative, None if holds else f"the model differs by {relative:.3g} from what its own modules give"
+    return relative, None if relative <= bound else f"differs by {relative:.3g} from what it gives without"
 
 
 def _replacements(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, Callable[..., Tensor]]]]:
