@@ -20,22 +20,21 @@ from kiln_cli.files import AtomicFile, hash_file, read_bounded, write_file
 from kiln_cli.identity import Domain, canonical_json, domain_json_sha256
 from kiln_cli.receipts import (
     INGESTION_SCHEMA,
-    MANIFEST_SCHEMA,
     RECEIPT_TYPE,
     RECEIPT_VERSION,
     FileRef,
     IngestionReceipt,
     ManifestRef,
-    StageManifest,
     TrainReceipt,
 )
+from kiln_cli.stage_manifests import MANIFEST_NAMES, MANIFEST_SCHEMA, AdmitManifest, Produced, StageManifest
 from kiln_cli.text import printable
 
 DOCUMENT_LIMIT = 256 * 1024 * 1024
 RECEIPT_NAME = "train_receipt.json"
-MANIFEST_NAMES = {"prepare": "data_manifest.json", "admit": "admit_manifest.json"}
 
 T = TypeVar("T")
+Manifest = TypeVar("Manifest", bound=StageManifest)
 
 
 def document(value: Any) -> bytes:
@@ -100,15 +99,15 @@ def write_manifest(run: Path, manifest: StageManifest, started: float, base_dir:
     """
     manifest.content_sha256 = content_sha256(manifest)
     path = manifest_path(run, manifest.stage)
-    previous = _read_if_sound(path)
+    previous = _read_if_sound(path, type(manifest))
     if previous is not None and previous.content_sha256 == manifest.content_sha256:
         manifest.produced = previous.produced
     else:
-        manifest.produced = {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "seconds": round(time.monotonic() - started, 3),
-            "base_dir": relative_base(run, base_dir),
-        }
+        manifest.produced = Produced(
+            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            seconds=round(time.monotonic() - started, 3),
+            base_dir=relative_base(run, base_dir),
+        )
     return write_file(path, document(manifest))
 
 
@@ -118,34 +117,36 @@ def content_sha256(manifest: StageManifest) -> str:
     return domain_json_sha256(Domain.MANIFEST_CONTENT, value)
 
 
-def read_manifest(run: Path, stage: str) -> StageManifest:
+def read_manifest(run: Path, kind: type[Manifest]) -> Manifest:
     """A stage's manifest, checked against its own digest. Raises KilnError KLN206 with the command that makes one."""
-    path = manifest_path(run, stage)
+    path = manifest_path(run, kind.STAGE)
     if not path.exists():
         raise KilnError(
-            "KLN206", f"{printable(path)} is missing", hint=f"run `kiln {stage} CONFIG --out {printable(run)}` first"
+            "KLN206",
+            f"{printable(path)} is missing",
+            hint=f"run `kiln {kind.STAGE} CONFIG --out {printable(run)}` first",
         )
-    manifest = parse_manifest(path, stage)
+    manifest = parse_manifest(path, kind)
     if manifest.content_sha256 != content_sha256(manifest):
         raise damaged(path, f"content_sha256 is {manifest.content_sha256}, expected {content_sha256(manifest)}")
     return manifest
 
 
-def parse_manifest(path: Path, stage: str) -> StageManifest:
-    """The manifest of this stage as written, its digest not checked. Raises KilnError KLN206 as read_document does, and
+def parse_manifest(path: Path, kind: type[Manifest]) -> Manifest:
+    """A manifest of this stage as written, its digest not checked. Raises KilnError KLN206 as read_document does, and
     where it is of another stage."""
-    manifest = read_document(path, StageManifest, MANIFEST_SCHEMA)
-    if manifest.stage != stage:
-        raise damaged(path, f"stage is {printable(repr(manifest.stage))}, expected {stage!r}")
+    manifest = read_document(path, kind, MANIFEST_SCHEMA)
+    if manifest.stage != kind.STAGE:
+        raise damaged(path, f"stage is {printable(repr(manifest.stage))}, expected {kind.STAGE!r}")
     return manifest
 
 
-def manifest_reference(run: Path, stage: str) -> ManifestRef:
+def manifest_reference(run: Path, kind: type[StageManifest]) -> ManifestRef:
     """How the next stage's evidence names this one."""
-    return ManifestRef(path=MANIFEST_NAMES[stage], content_sha256=read_manifest(run, stage).content_sha256)
+    return ManifestRef(path=MANIFEST_NAMES[kind.STAGE], content_sha256=read_manifest(run, kind).content_sha256)
 
 
-def manifest_files(run: Path, admit: StageManifest) -> dict[str, str]:
+def manifest_files(run: Path, admit: AdmitManifest) -> dict[str, str]:
     """SHA-256 (hex) of each manifest under a training, times included, by file name."""
     names = [MANIFEST_NAMES["admit"], *([admit.previous.path] if admit.previous is not None else [])]
     return {name: hash_file(run / name)[0] for name in names}
@@ -178,7 +179,7 @@ def locate(ref: FileRef, run: Path, manifest: StageManifest) -> Path:
     """Where a referenced file should lie."""
     if ref.base == "run":
         return run / ref.path
-    return Path(os.path.normpath(run / manifest.produced.get("base_dir", ".") / ref.path))
+    return Path(os.path.normpath(run / manifest.base_dir() / ref.path))
 
 
 def require_unchanged(ref: FileRef, path: Path, vouched_by: str) -> None:
@@ -202,10 +203,10 @@ def nonzero(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _read_if_sound(path: Path) -> StageManifest | None:
+def _read_if_sound(path: Path, kind: type[Manifest]) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        return read_document(path, StageManifest, MANIFEST_SCHEMA)
+        return parse_manifest(path, kind)
     except KilnError:
         return None  # damaged: it is about to be replaced

@@ -1,4 +1,4 @@
-"""The shapes of evidence: references to files, stage manifests, drop summaries, ingestion and train receipts.
+"""The shapes of evidence: references to files, drop summaries, ingestion and train receipts.
 
 ``docs/artifacts.md`` explains every field. Unknown fields are refused on read, so nothing rides along unverified.
 """
@@ -11,11 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kiln_cli.errors import KilnError
 from kiln_cli.identity import Domain, canonical_json, corpus_sha256, domain_json_sha256, is_hash, sha256_hex
 from kiln_cli.plugins import LoadedPlugin
 
-MANIFEST_SCHEMA = "kiln.manifest.v1"
 INGESTION_SCHEMA = "kiln.sft-ingestion.v1"
 DROP_SUMMARY_SCHEMA = "sommelier.drop_summary.v2"
 # The closed set of the data policy, in its order; a drop summary's `counts` holds these and no others.
@@ -60,39 +58,6 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     path: str
     content_sha256: str
-
-
-class StageManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stage read, did and wrote; written last, so its presence means that the stage is done.
-
-    ``content_sha256`` leaves out ``produced`` (times, host) and itself: it is what two runs are compared by.
-    """
-
-    schema: str = MANIFEST_SCHEMA
-    stage: str
-    kiln_version: str
-    plugins: list[LoadedPlugin]
-    config_sha256: str
-    previous: ManifestRef | None = None
-    inputs: list[FileRef]
-    outputs: list[FileRef]
-    counts: dict[str, Any]
-    details: dict[str, Any] = {}
-    produced: dict[str, Any] = {}
-    content_sha256: str = ""
-
-    def output(self, path: str) -> FileRef:
-        return _find(self.outputs, path, self.stage)
-
-    def input(self, path: str) -> FileRef:
-        return _find(self.inputs, path, self.stage)
-
-
-def _find(refs: list[FileRef], path: str, stage: str) -> FileRef:
-    for ref in refs:
-        if ref.path == path:
-            return ref
-    raise KilnError("KLN206", f"the manifest of {stage} does not name {path}", hint=f"run `kiln {stage}` again")
 
 
 Policy = Annotated[str, Meta(pattern=r"\A(fail|skip)\Z")]

@@ -11,6 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -117,7 +118,7 @@ def _decode_section(kind: type[S], value: object, at: str, refused: Mapping[str,
         return None
     before = len(faults)
     unsound: set[str] = set()
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    fields = _fields(kind)
     faults.extend(unknown_key(key, fields, at, refused) for key in value if key not in fields)
     arguments = {}
     for name, field in fields.items():
@@ -140,6 +141,12 @@ def _decode_section(kind: type[S], value: object, at: str, refused: Mapping[str,
         if len(faults) == before:
             return section
     return None
+
+
+@cache
+def _fields(kind: type[Section]) -> dict[str, msgspec.structs.FieldInfo]:
+    """The fields of a section by their keys. Kept, since annotations are text that is read anew each time."""
+    return {field.encode_name: field for field in msgspec.structs.fields(kind)}
 
 
 def _decode_field(kind: Any, value: Any, path: str, refused: Mapping[str, str], faults: list[str]) -> Any:

@@ -14,8 +14,9 @@ from kiln_stages.training.checkpoint import list_checkpoints
 from kiln_stages.training.metrics import read_steps
 
 from kiln_cli.files import hash_file
-from kiln_cli.manifests import MANIFEST_NAMES, content_sha256, document
-from kiln_cli.receipts import StageManifest, TrainReceipt
+from kiln_cli.manifests import content_sha256, document
+from kiln_cli.receipts import TrainReceipt
+from kiln_cli.stage_manifests import MANIFEST_NAMES, MANIFESTS, AdmitManifest
 
 
 def forge_labels(run: Path, place: int) -> AdmittedRow:
@@ -32,15 +33,16 @@ def forge_labels(run: Path, place: int) -> AdmittedRow:
 def rebuild_chain(run: Path) -> None:
     """Makes manifests, checkpoints, ``training.json`` and the receipt agree with the files that lie in the run."""
     content: dict[str, str] = {}
-    for stage, name in MANIFEST_NAMES.items():
-        manifest = msgspec.json.decode((run / name).read_bytes(), type=StageManifest)
+    for kind in MANIFESTS:
+        name = MANIFEST_NAMES[kind.STAGE]
+        manifest = msgspec.json.decode((run / name).read_bytes(), type=kind)
         manifest.outputs = [_fresh(run, ref) for ref in manifest.outputs]
         manifest.inputs = [_fresh(run, ref) if ref.base == "run" else ref for ref in manifest.inputs]
         if manifest.previous is not None:
             manifest.previous = msgspec.structs.replace(manifest.previous, content_sha256=content["prepare"])
-        if stage == "admit":
+        if isinstance(manifest, AdmitManifest):
             _recount(run, manifest)
-        manifest.content_sha256 = content[stage] = content_sha256(manifest)
+        manifest.content_sha256 = content[kind.STAGE] = content_sha256(manifest)
         (run / name).write_bytes(document(manifest))
     _edit(run / "train" / "training.json", lambda value: value.update(corpus_sha256=content["admit"]))
     _rebuild_receipt(run, content["admit"])
@@ -71,10 +73,10 @@ def _rebuild_receipt(run: Path, admit_content: str) -> None:
     (run / "train_receipt.json").write_bytes(document(receipt))
 
 
-def _recount(run: Path, manifest: StageManifest) -> None:
-    for split in manifest.details["admitted_sha256"]:
+def _recount(run: Path, manifest: AdmitManifest) -> None:
+    for split in manifest.details.admitted_sha256:
         rows = read_corpus(run / "admit" / f"{split}.parquet")
-        manifest.details["admitted_sha256"][split] = admitted_sha256(rows)
+        manifest.details.admitted_sha256[split] = admitted_sha256(rows)
         manifest.counts[split]["supervised_tokens"] = sum(row.supervised for row in rows)
 
 

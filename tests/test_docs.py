@@ -356,14 +356,23 @@ def test_every_field_of_evidence_is_listed() -> None:
     from kiln_stages.distilling.ingestion import ScoredIngestion
     from kiln_stages.distilling.rows import COLUMNS as SCORED_COLUMNS
 
-    from kiln_cli import receipts
+    from kiln_cli import receipts, stage_manifests
     from kiln_cli.records import PreparedExample
 
     text = page("docs/artifacts.md")
     structs = (
         receipts.FileRef,
         receipts.ManifestRef,
-        receipts.StageManifest,
+        stage_manifests.StageManifest,
+        stage_manifests.Produced,
+        stage_manifests.PrepareDetails,
+        stage_manifests.RawDataset,
+        stage_manifests.AdmitDetails,
+        stage_manifests.RowsRead,
+        stage_manifests.ToolsShown,
+        stage_manifests.Contamination,
+        stage_manifests.HeldOutRows,
+        stage_manifests.HeldOutSet,
         receipts.IngestionReceipt,
         receipts.RejectedRow,
         ScoredIngestion,
@@ -383,7 +392,7 @@ def test_every_field_of_evidence_is_listed() -> None:
         registry.LocalModel,
         registry.Endpoint,
     )
-    names = {field for struct in structs for field in struct.__struct_fields__} | {*COLUMNS, *SCORED_COLUMNS}
+    names = {field for struct in structs for field in struct.__struct_encode_fields__} | {*COLUMNS, *SCORED_COLUMNS}
     assert not sorted(name for name in names if f"`{name}`" not in text)
 
 

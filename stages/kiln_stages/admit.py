@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import UNSET, UnsetType
 
 from kiln_cli.config import ADMIT_SECTIONS, AdmitConfig, LoadedConfig, load_config
 from kiln_cli.counting import counted
@@ -24,7 +25,8 @@ from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.identity import canonical_json
 from kiln_cli.manifests import document, manifest_reference, nonzero, reference, write_manifest
 from kiln_cli.plugins import Plugins, load_plugins, version
-from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, StageManifest
+from kiln_cli.receipts import INGESTION_SCHEMA, FileRef
+from kiln_cli.stage_manifests import AdmitDetails, AdmitManifest, Contamination, PrepareManifest, RowsRead
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting import fingerprint
@@ -54,7 +56,7 @@ SHOWN = 10  # rows that meet a held-out one, in the message
 class AdmitResult(msgspec.Struct, frozen=True):
     """``notes``: what became of rows that did not come to admission."""
 
-    manifest: StageManifest
+    manifest: AdmitManifest
     unchanged: bool
     notes: tuple[str, ...] = ()
 
@@ -210,22 +212,22 @@ def _admit_conversations(
         pool = stack.enter_context(Workers(job, worker_count(inputs, workers)))
         tallies, outputs = _admit(job, pool, out, config.run.admit, progress)
         prepared = inputs[0].ref is not None
-        manifest = StageManifest(
+        manifest = AdmitManifest(
             stage="admit",
             kiln_version=version(),
             plugins=plugins.loaded(),
             config_sha256=config.sha256(*ADMIT_SECTIONS),
-            previous=manifest_reference(out, "prepare") if prepared else None,
+            previous=manifest_reference(out, PrepareManifest) if prepared else None,
             inputs=[input_reference(tally.source, tally.rows_read) for tally in tallies],
             outputs=outputs,
             counts={tally.split: tally.counts() for tally in tallies},
-            details={
-                "config_sections": list(ADMIT_SECTIONS),
-                "rows": rows_details(inputs),
-                "admitted_sha256": {tally.split: tally.admitted_sha256() for tally in tallies},
-                **({} if held_out is None else {"held_out": held_out.details(tallies[0].met)}),
+            details=AdmitDetails(
+                config_sections=list(ADMIT_SECTIONS),
+                rows=rows_details(inputs),
+                admitted_sha256={tally.split: tally.admitted_sha256() for tally in tallies},
+                held_out=UNSET if held_out is None else held_out.details(tallies[0].met),
                 **contract.details(contract.prepared_mode if prepared else contract.chat_mode),
-            },
+            ),
         )
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
         unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
@@ -239,15 +241,15 @@ def account(result: AdmitResult, out: Path) -> str:
     details = result.manifest.details
     if scored_corpus(result.manifest) is not None:
         return scored.account(result.manifest, out, unchanged=result.unchanged)
-    lines = [f"admit: template {details['template']['name']}, tools as {details['tools']['mode']}"]
-    if details["rows"]["shape"] is not None:
-        lines.append(f"rows: {_where(details['rows'])}, in the shape {details['rows']['shape']}")
+    lines = [f"admit: template {details.template.name}, tools as {details.tools.mode}"]
+    if details.rows.shape is not None:
+        lines.append(f"rows: {_where(details.rows)}, in the shape {details.rows.shape}")
     lines += result.notes
-    lines += _held_out_lines(details.get("held_out"))
+    lines += _held_out_lines(details.held_out)
     for split, counts in result.manifest.counts.items():
         lines.append(table([[f"{split}: rows read", counts["rows_read"]], *_outcomes(counts)]))
         if lengths := counts["over_length_tokens"]:
-            lines.append(f"  over_length: {_lengths(lengths)} tokens, at most {details['max_tokens']:,}")
+            lines.append(f"  over_length: {_lengths(lengths)} tokens, at most {details.max_tokens:,}")
         if counts["byte_order_marks"]:
             lines.append("  a byte-order mark at the start of the file is stepped over")
         if counts["blank_lines"]:
@@ -258,19 +260,19 @@ def account(result: AdmitResult, out: Path) -> str:
     return "\n".join([*lines, f"{state}: {printable(out)}/admit_manifest.json"])
 
 
-def _where(rows: dict[str, Any]) -> str:
+def _where(rows: RowsRead) -> str:
     """Where rows come from that lie in no file, and how the others were packed."""
-    if rows["from"] == "named_dataset":
-        return f"data set {printable(rows['provenance']['dataset'])}, split {printable(rows['provenance']['split'])}"
-    return f"read as {rows['packing']}"
+    if rows.provenance is not UNSET:
+        return f"data set {printable(rows.provenance['dataset'])}, split {printable(rows.provenance['split'])}"
+    return f"read as {rows.packing}"
 
 
-def _held_out_lines(held_out: dict[str, Any] | None) -> list[str]:
+def _held_out_lines(held_out: Contamination | UnsetType) -> list[str]:
     """The rows that were held out, and what of them could be compared."""
     lines = []
-    for rows in (rows for named in (held_out or {}).get("rows", ()) for rows in named["sets"]):
-        limit = "" if rows["by"] == "rows" else ", by hash alone: only the same conversation is found"
-        lines.append(f"held out: {printable(rows['name'])}: {counted(rows['rows'], 'row', 'rows')}{limit}")
+    for rows in (rows for named in (held_out.rows if held_out else ()) for rows in named.sets):
+        limit = "" if rows.by == "rows" else ", by hash alone: only the same conversation is found"
+        lines.append(f"held out: {printable(rows.name)}: {counted(rows.rows, 'row', 'rows')}{limit}")
     return lines
 
 

@@ -18,14 +18,14 @@ from kiln_cli.files import FS, AtomicFile, hash_file, open_input, publish_direct
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import (
     DOCUMENT_LIMIT,
-    MANIFEST_NAMES,
     RECEIPT_NAME,
     read_ingestion,
     read_manifest,
     read_successful_receipt,
     require_unchanged,
 )
-from kiln_cli.receipts import FileRef, StageManifest
+from kiln_cli.receipts import FileRef
+from kiln_cli.stage_manifests import MANIFEST_NAMES, AdmitManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.distilling.admitted import require_conversations
@@ -102,7 +102,7 @@ def run(run_directory: Path, layout: str = "hf", out: Path | None = None) -> Exp
     if layout not in LAYOUTS:
         raise KilnError("KLN201", f"no such layout: {printable(layout)!r}", hint=f"there are {', '.join(LAYOUTS)}")
     target = out if out is not None else run_directory / f"export-{layout}"
-    manifest = read_manifest(run_directory, "admit")
+    manifest = read_manifest(run_directory, AdmitManifest)
     require_conversations(manifest, "kiln export --layout")
     splits = _splits(run_directory, manifest)
     contents = _contents(run_directory, manifest, splits)
@@ -144,7 +144,7 @@ def account(exported: Exported) -> str:
     return f"export: rows: {rows}\n{state}: {where}\nnext: datasets.load_dataset({where!r})"
 
 
-def _splits(run_directory: Path, manifest: StageManifest) -> list[Split]:
+def _splits(run_directory: Path, manifest: AdmitManifest) -> list[Split]:
     """The splits that admit wrote, each file held to its digest."""
     found = []
     written = {ref.path for ref in manifest.outputs}
@@ -165,7 +165,7 @@ def _splits(run_directory: Path, manifest: StageManifest) -> list[Split]:
     return found
 
 
-def _contents(run_directory: Path, manifest: StageManifest, splits: list[Split]) -> list[_Content]:
+def _contents(run_directory: Path, manifest: AdmitManifest, splits: list[Split]) -> list[_Content]:
     """Every file of the directory, by path."""
     documents = [MANIFEST_NAMES["admit"], *(f"admit/{name}" for split, _, name in SPLITS if _has(splits, split))]
     return [

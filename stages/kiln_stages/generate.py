@@ -10,18 +10,19 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import UNSET
 
 from kiln_cli.config import LoadedConfig, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input, read_bounded
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_successful_receipt
-from kiln_cli.receipts import StageManifest, TrainReceipt
+from kiln_cli.receipts import TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import prepared_rows
 from kiln_stages.admitting.model_files import FILE_LIMIT, load_model_files
-from kiln_stages.distilling.admitted import DETAILS
 from kiln_stages.distilling.rows import SCORED_CORPUS_SCHEMA, ScoredRows, spans
 from kiln_stages.evidence.receipt_claims import CHAT_TEMPLATE
 from kiln_stages.labelling.rendering import ChatTemplate
@@ -74,9 +75,9 @@ def run(
     require_train_extra("kiln generate")
     receipt = read_successful_receipt(run_directory / RECEIPT_NAME)
     config = load_config(run_directory / "config.resolved.toml")
-    admit = read_manifest(run_directory, "admit")
+    admit = read_manifest(run_directory, AdmitManifest)
     template = _template(run_directory, config, receipt)
-    if row is not None and DETAILS in admit.details:
+    if row is not None and admit.details.opd is not UNSET:
         ids, answer = _scored_row(run_directory, admit, split, row)
         model, tokenizer = _loaded(run_directory, config, receipt)
         shown, expected = tokenizer.decode(ids), tokenizer.decode(answer, skip_special_tokens=True).rstrip("\n")
@@ -101,7 +102,7 @@ def _template(run: Path, config: LoadedConfig, receipt: TrainReceipt) -> ChatTem
     return ChatTemplate(source, name, files.special_tokens, config.run.admit.date)
 
 
-def _scored_row(run: Path, admit: StageManifest, split: str | None, number: int) -> tuple[list[int], list[int]]:
+def _scored_row(run: Path, admit: AdmitManifest, split: str | None, number: int) -> tuple[list[int], list[int]]:
     """The tokens before the last answer of one scored example, and those of the answer that its teacher scored."""
     corpora = {ref.kind: run / ref.path for ref in admit.outputs if ref.schema == SCORED_CORPUS_SCHEMA}
     split = split or ("heldout" if "heldout" in corpora else "corpus")
@@ -119,10 +120,10 @@ def _scored_row(run: Path, admit: StageManifest, split: str | None, number: int)
 
 
 def _row(
-    run_directory: Path, admit: StageManifest, split: str, number: int
+    run_directory: Path, admit: AdmitManifest, split: str, number: int
 ) -> tuple[list[dict[str, Any]], list[Any] | None, str]:
     """The messages before the answer of one prepared row, its tools, and the answer."""
-    mode = admit.details["tools"]["mode"]
+    mode = admit.details.tools.mode
     path = run_directory / "data" / f"{split}.jsonl"
     with open_input(path) as stream:
         for incoming in prepared_rows(json_lines(LineReader(stream)), mode):

@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -24,16 +24,9 @@ from kiln_cli.extensions import DropReason
 from kiln_cli.files import AtomicFile, run_lock, write_file
 from kiln_cli.manifests import document, nonzero, reference, write_manifest
 from kiln_cli.plugins import Plugins, load_plugins, version
-from kiln_cli.receipts import (
-    DROP_SUMMARY_SCHEMA,
-    SIXTEEN,
-    DropSummary,
-    FileRef,
-    KilnDrops,
-    LanguageDrops,
-    StageManifest,
-)
+from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, SIXTEEN, DropSummary, FileRef, KilnDrops, LanguageDrops
 from kiln_cli.records import PREPARED_SCHEMA
+from kiln_cli.stage_manifests import PrepareDetails, PrepareManifest, RawDataset
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.preparing.emit import Chosen, SplitWriter, write_rejected
@@ -48,7 +41,7 @@ from kiln_stages.workers import Workers, available
 
 
 class PrepareResult(msgspec.Struct, frozen=True):
-    manifest: StageManifest
+    manifest: PrepareManifest
     summary: DropSummary
     unchanged: bool
 
@@ -99,7 +92,7 @@ def run(
         decided = _decide(config, datasets, surveys, reasons)
         revisions = tuple(dataset.revision or read.sha256 for dataset, read in zip(datasets, surveys, strict=True))
         outputs = _write(out, inputs, surveys, decided, revisions, pools, progress)
-        manifest = StageManifest(
+        manifest = PrepareManifest(
             stage="prepare",
             kiln_version=version(),
             plugins=plugins.loaded(),
@@ -107,12 +100,12 @@ def run(
             inputs=[_raw_input(dataset, read) for dataset, read in zip(datasets, surveys, strict=True)],
             outputs=outputs,
             counts=msgspec.to_builtins(decided.summary.kiln),
-            details={
-                "config_sections": list(PREPARE_SECTIONS),
-                "datasets": [entry.details(revision) for entry, revision in zip(inputs, revisions, strict=True)],
-                "drop_reasons": [reason.name for reason in reasons],
-                "seed": config.run.project.seed,
-            },
+            details=PrepareDetails(
+                config_sections=list(PREPARE_SECTIONS),
+                datasets=[entry.details(revision) for entry, revision in zip(inputs, revisions, strict=True)],
+                drop_reasons=[reason.name for reason in reasons],
+                seed=config.run.project.seed,
+            ),
         )
         write_file(out / "config.resolved.toml", config.resolved_toml(out))
         unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
@@ -122,15 +115,15 @@ def run(
 def account(result: PrepareResult, out: Path) -> str:
     """What happened to the rows, for people."""
     lines = []
-    for entry in result.manifest.details["datasets"]:
-        language = entry["language"]
+    for entry in result.manifest.details.datasets:
+        language = entry.language
         drops, listed = result.summary.kiln[language], result.summary.languages[language]
         rows: list[list[object]] = [["rows read", drops.rows_read]]
         rows += [["  " + name, count] for name, count in nonzero({**listed.counts, **drops.counts}).items()]
         rows += [["  unused", drops.unused], ["kept", drops.kept]]
         rows += [["  " + name, listed.split_sizes[name]] for name in SPLITS]
-        kind = "root" if entry["root"] else "paired"
-        why = f"source {entry['source']} ({entry['source_chosen']})"
+        kind = "root" if entry.root else "paired"
+        why = f"source {entry.source} ({entry.source_chosen})"
         lines.append(f"prepare: {language} ({kind}): {why}\n{table(rows)}")
         lines += [f"  not carried over: {printable(name)}: {count} rows" for name, count in drops.lost_keys.items()]
     state = "unchanged" if result.unchanged else "written"
@@ -159,17 +152,17 @@ class Input(msgspec.Struct, frozen=True):
                 hint="run again when nothing writes to it",
             )
 
-    def details(self, revision: str) -> dict[str, Any]:
+    def details(self, revision: str) -> RawDataset:
         """What the manifest says of the source."""
-        return {
-            "dataset_id": self.dataset.dataset_id,
-            "language": self.dataset.language,
-            "packing": self.source.plain.packing,
-            "revision": revision,
-            "root": self.dataset.source_id_column is None,
-            "source": self.choice.source.name,
-            "source_chosen": self.choice.why,
-        }
+        return RawDataset(
+            dataset_id=self.dataset.dataset_id,
+            language=self.dataset.language,
+            packing=self.source.plain.packing,
+            revision=revision,
+            root=self.dataset.source_id_column is None,
+            source=self.choice.source.name,
+            source_chosen=self.choice.why,
+        )
 
 
 class Decided(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import typer
 from kiln_cli.errors import KilnError
 from kiln_cli.manifests import RECEIPT_NAME, nonzero, read_document, read_manifest, read_successful_receipt
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.terminal import table, terminal
 from kiln_cli.text import printable
 from kiln_stages import verify_receipt
@@ -139,7 +140,7 @@ def _model_path(run_directory: Path, receipt: TrainReceipt) -> str:
 
 def _rows(run_directory: Path) -> list[tuple[str, int]]:
     """The way of the rows: read, dropped by reason, split, rejected by reason, admitted."""
-    admit = read_manifest(run_directory, "admit")
+    admit = read_manifest(run_directory, AdmitManifest)
     rows: list[tuple[str, int]] = []
     if admit.previous is not None:
         path = run_directory / "data" / "drop_summary.json"
@@ -149,10 +150,10 @@ def _rows(run_directory: Path) -> list[tuple[str, int]]:
             rows.append((f"raw rows read ({language})", drops.rows_read))
             rows += [(f"  dropped: {name}", count) for name, count in nonzero(counts).items()]
             rows += [("  unused", drops.unused), ("  kept in splits", drops.kept)]
-    for split, counts in admit.counts.items():
-        rows.append((f"rows offered to {split}", counts["rows_read"]))
-        rows += [(f"  rejected: {name}", count) for name, count in nonzero(counts.get("reasons", {})).items()]
-        rows.append(("  admitted", counts["rows_kept"]))
+    for split, offered in admit.counts.items():
+        rows.append((f"rows offered to {split}", offered["rows_read"]))
+        rows += [(f"  rejected: {name}", count) for name, count in nonzero(offered.get("reasons", {})).items()]
+        rows.append(("  admitted", offered["rows_kept"]))
     return rows
 
 

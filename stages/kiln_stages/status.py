@@ -17,8 +17,9 @@ import typer
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import LockHolder, lock_holder
-from kiln_cli.manifests import MANIFEST_NAMES, RECEIPT_NAME, read_manifest, read_receipt
-from kiln_cli.receipts import StageManifest, TrainReceipt
+from kiln_cli.manifests import RECEIPT_NAME, Manifest, read_manifest, read_receipt
+from kiln_cli.receipts import TrainReceipt
+from kiln_cli.stage_manifests import MANIFEST_NAMES, AdmitManifest, PrepareManifest
 from kiln_cli.terminal import duration, terminal
 from kiln_cli.text import printable
 from kiln_stages.correcting.marking import Marked, is_of_corrections, read_marked
@@ -93,9 +94,9 @@ def run(run_directory: Path) -> Status:
     if not run_directory.is_dir():
         raise KilnError("KLN204", f"{printable(run_directory)} is no directory", hint="name the run directory (--out)")
     holder = lock_holder(run_directory)
-    admit = _manifest(run_directory, "admit")
+    admit = _manifest(run_directory, AdmitManifest)
     if admit is None:
-        if _manifest(run_directory, "prepare") is None and holder is None:
+        if _manifest(run_directory, PrepareManifest) is None and holder is None:
             raise KilnError(
                 "KLN206",
                 f"{printable(run_directory)} holds no run: neither {' nor '.join(MANIFEST_NAMES.values())} is there",
@@ -151,7 +152,7 @@ def _state_text(status: Status) -> str:
 class _Reading:
     """An admitted run, looked at once: each file is read at most once, so that the parts agree."""
 
-    def __init__(self, run: Path, holder: LockHolder | None, admit: StageManifest) -> None:
+    def __init__(self, run: Path, holder: LockHolder | None, admit: AdmitManifest) -> None:
         self.run, self.holder, self.admit = run, holder, admit
         self.directory = run / "train"
         self.config = _load_config(run)
@@ -292,8 +293,8 @@ class _Reading:
         return f"kiln resume {run}" if self.checkpoint is not None else again
 
 
-def _manifest(run: Path, stage: str) -> StageManifest | None:
-    return read_manifest(run, stage) if (run / MANIFEST_NAMES[stage]).exists() else None
+def _manifest(run: Path, kind: type[Manifest]) -> Manifest | None:
+    return read_manifest(run, kind) if (run / MANIFEST_NAMES[kind.STAGE]).exists() else None
 
 
 def _load_config(run: Path) -> LoadedConfig | None:

@@ -29,18 +29,12 @@ from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, RowFault, not_built
 from kiln_cli.files import open_input, read_bounded
 from kiln_cli.lines import BOM, TRIMMED, LineReader
-from kiln_cli.manifests import (
-    DOCUMENT_LIMIT,
-    MANIFEST_NAMES,
-    RECEIPT_NAME,
-    manifest_path,
-    read_document,
-    read_receipt,
-)
+from kiln_cli.manifests import DOCUMENT_LIMIT, RECEIPT_NAME, manifest_path, read_document, read_receipt
 from kiln_cli.plugins import Plugins, load_plugins
-from kiln_cli.receipts import INGESTION_SCHEMA, MANIFEST_SCHEMA, RECEIPT_TYPE, IngestionReceipt
+from kiln_cli.receipts import INGESTION_SCHEMA, RECEIPT_TYPE, IngestionReceipt
 from kiln_cli.records import PREPARED_SCHEMA, PreparedExample, Record
 from kiln_cli.request_form import is_request
+from kiln_cli.stage_manifests import MANIFEST_NAMES, MANIFEST_SCHEMA, MANIFESTS, AdmitManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
@@ -326,12 +320,12 @@ def _config(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | Non
 
 
 def _manifest(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | None]:
-    stage = next((stage for stage, name in MANIFEST_NAMES.items() if name == path.name), None)
-    if stage is None:
+    kind = next((kind for kind in MANIFESTS if MANIFEST_NAMES[kind.STAGE] == path.name), None)
+    if kind is None:
         raise KilnError(
             "KLN212", f"{printable(path.name)} is no manifest's name", hint=", ".join(MANIFEST_NAMES.values())
         )
-    yield from _failing(path, manifest_claims(path.parent, stage, None))
+    yield from _failing(path, manifest_claims(path.parent, kind, None))
 
 
 def _receipt(path: Path, plugins: Plugins | None = None, source: str = "") -> Iterator[Finding | None]:
@@ -411,7 +405,7 @@ def _run_directory(path: Path) -> Iterator[Finding | None]:
 
 
 def _admit_claims(path: Path) -> Iterator[Claim]:
-    manifest = yield from manifest_claims(path, "admit", None)
+    manifest = yield from manifest_claims(path, AdmitManifest, None)
     if manifest is not None:
         yield from file_claims(path, manifest)
         if manifest.previous is not None:

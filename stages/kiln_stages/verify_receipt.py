@@ -23,7 +23,6 @@ from kiln_cli.files import hash_file, open_input, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
 from kiln_cli.manifests import (
     DOCUMENT_LIMIT,
-    MANIFEST_NAMES,
     RECEIPT_NAME,
     locate,
     manifest_path,
@@ -31,7 +30,8 @@ from kiln_cli.manifests import (
     read_manifest,
     read_receipt,
 )
-from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, StageManifest, TrainReceipt
+from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest, StageManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.admitting.corpus import CONTEXT_LABEL, row_whose_labels_differ
@@ -209,7 +209,7 @@ class _Verification:
         self._read_ahead()
         yield Claim("the receipt is a kiln train receipt in canonical form", "holds")
         yield from receipt_claims(self.receipt)
-        admit = yield from manifest_claims(self.run, "admit", self.receipt.previous)
+        admit = yield from manifest_claims(self.run, AdmitManifest, self.receipt.previous)
         prepare = None
         if admit is not None:
             yield from self._admit_claims(admit)
@@ -227,9 +227,9 @@ class _Verification:
     def _read_ahead(self) -> None:
         """Begins to hash what the claims will ask for, the largest first, as far as receipt and manifests name it."""
         paths = [self.run / ref.path for ref in self.receipt.outputs]
-        for stage in MANIFEST_NAMES:
+        for kind in (PrepareManifest, AdmitManifest):
             try:
-                manifest = read_manifest(self.run, stage)
+                manifest = read_manifest(self.run, kind)
             except KilnError:
                 continue  # a claim will say what is wrong with it
             paths += [locate(ref, self.run, manifest) for ref in [*manifest.outputs, *manifest.inputs]]
@@ -238,7 +238,7 @@ class _Verification:
         sizes = {path: path.stat().st_size for path in paths if path.is_file()}
         self.digests.ahead(sorted(sizes, key=lambda path: sizes[path], reverse=True))
 
-    def _deep_claims(self, admit: StageManifest | None, prepare: StageManifest | None) -> Iterator[Claim]:
+    def _deep_claims(self, admit: AdmitManifest | None, prepare: PrepareManifest | None) -> Iterator[Claim]:
         """What digests cannot say: it takes the stages to be run again, or is named as not checked."""
         if not self.deep:
             yield NOT_CHECKED
@@ -258,7 +258,7 @@ class _Verification:
             lambda: self._check_stage_config(manifest),
         )
 
-    def _admit_claims(self, admit: StageManifest) -> Iterator[Claim]:
+    def _admit_claims(self, admit: AdmitManifest) -> Iterator[Claim]:
         yield from self._stage_claims(admit)
         yield from file_claims(self.run, admit, self.digests)
         yield claim("inputs are the admitted rows", lambda: self._check_inputs(admit))
@@ -270,7 +270,7 @@ class _Verification:
         yield claim("tokenizer files are the admitted ones", lambda: self._check_tokenizer_files(admit))
         yield claim("another file names the same kiln and plugins", lambda: self._check_plugins(admit))
 
-    def _conversation_claims(self, admit: StageManifest) -> Iterator[Claim]:
+    def _conversation_claims(self, admit: AdmitManifest) -> Iterator[Claim]:
         yield claim("admit/sft_ingestion.json is the receipt's ingestion", self._check_ingestion_file)
         if self.receipt.data.conversations().source == NAMED:
             yield claim("training_data is the data set of admit_manifest.json", lambda: self._check_dataset(admit))
@@ -284,11 +284,11 @@ class _Verification:
         return differ("sha256", _sha256(path), expected.get(path.name))
 
     def _check_stage_config(self, manifest: StageManifest) -> str:
-        sections = manifest.details.get("config_sections", [])
+        sections = manifest.details.config_sections
         found = domain_json_sha256(Domain.CONFIG, {name: self.receipt.config[name] for name in sections})
         return differ("digest", found, manifest.config_sha256)
 
-    def _check_inputs(self, admit: StageManifest) -> str:
+    def _check_inputs(self, admit: AdmitManifest) -> str:
         admitted = [ref for ref in admit.outputs if ref.kind in ("corpus", "heldout")]
         return differ("inputs", _paths(self.receipt.inputs), _paths(admitted)) or compare(
             "inputs", {ref.path: ref for ref in self.receipt.inputs}, {ref.path: ref for ref in admitted}
@@ -299,12 +299,12 @@ class _Verification:
         found = read_document(path, IngestionReceipt, INGESTION_SCHEMA)
         return differ("its identity", found.identity(), self.receipt.data.conversations().identity())
 
-    def _check_dataset(self, admit: StageManifest) -> str:
-        provenance = admit.details["rows"].get("provenance")
+    def _check_dataset(self, admit: AdmitManifest) -> str:
+        provenance = admit.details.rows.provenance or None
         expected = training_data(self.receipt.data.conversations(), provenance)
         return compare("training_data", self.receipt.training_data, expected)
 
-    def _check_corpus(self, admit: StageManifest) -> str:
+    def _check_corpus(self, admit: AdmitManifest) -> str:
         receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"), self.digests)
         if found.hashes != (hashes := receipt.data.conversations().kept_row_hashes):
             return f"{len(found.hashes)} rows in the corpus, {len(hashes)} kept hashes in the receipt, and they differ"
@@ -313,7 +313,7 @@ class _Verification:
         expected = {"action_tokens": action, "context_tokens": sum(map(mul, times, found.tokens)) - action}
         return compare("token_counts", receipt.token_counts, expected)
 
-    def _check_held_out(self, admit: StageManifest) -> str:
+    def _check_held_out(self, admit: AdmitManifest) -> str:
         held = self.receipt.held_out
         if "heldout" not in [ref.kind for ref in admit.outputs]:
             return differ("held_out", held, None)
@@ -321,18 +321,18 @@ class _Verification:
         said = None if held is None else {"rows": held.rows, "supervised_tokens": held.supervised_tokens}
         return compare("held_out", said, {"rows": len(found.hashes), "supervised_tokens": sum(found.supervised)})
 
-    def _check_tokenizer(self, admit: StageManifest) -> str:
-        expected = {"files": admit.details.get("tokenizer"), "template": admit.details.get("template")}
+    def _check_tokenizer(self, admit: AdmitManifest) -> str:
+        expected = {"files": admit.details.tokenizer, "template": msgspec.to_builtins(admit.details.template)}
         return compare("tokenizer", {name: self.receipt.tokenizer[name] for name in expected}, expected)
 
-    def _check_tokenizer_files(self, admit: StageManifest) -> str:
+    def _check_tokenizer_files(self, admit: AdmitManifest) -> str:
         directory = self._model_dir()
-        digests: dict[str, str] = admit.details.get("tokenizer", {})
+        digests = admit.details.tokenizer
         faults = [differ(name, _sha256(directory / name), expected) for name, expected in digests.items()]
         faults.append(compare("tokenizer", self.receipt.tokenizer, tokenizer_identity(directory, admit.details)))
         return "; ".join(filter(None, faults))
 
-    def _check_plugins(self, admit: StageManifest) -> str:
+    def _check_plugins(self, admit: AdmitManifest) -> str:
         """Kiln may have been upgraded, or a plugin added, since admit ran; then a checkpoint can bear the receipt out.
         A distribution of one version brings one set of things."""
         receipt = self.receipt

@@ -17,6 +17,7 @@ import typer
 
 from kiln_cli.manifests import manifest_path, read_manifest
 from kiln_cli.plugins import Plugins, load_plugins
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.distilling.admitted import require_conversations
@@ -69,13 +70,13 @@ def run(run_directory: Path, text: str, plugins: Plugins) -> Why:
     """Raises KilnError KLN106 where no row goes by the name, KLN201 where several do, KLN206 for a run without a
     manifest, KLN207 for evidence that changed."""
     selector = parse(text)
-    admit = read_manifest(run_directory, "admit") if manifest_path(run_directory, "admit").exists() else None
+    admit = read_manifest(run_directory, AdmitManifest) if manifest_path(run_directory, "admit").exists() else None
     if admit is not None:
         require_conversations(admit, "kiln why")
     if admit is not None and admit.previous is None:
         found = find_given(run_directory, admit, selector)
     else:
-        prepare = read_manifest(run_directory, "prepare")
+        prepare = read_manifest(run_directory, PrepareManifest)
         with ExitStack() as stack:
             files = open_raw_files(run_directory, prepare, plugins, stack)
             found = PreparedRun(run_directory, prepare, admit, files).find(selector)

@@ -16,6 +16,7 @@ from tiny_model import CHATML, RUN, Kiln
 from kiln_cli import KilnError
 from kiln_cli.config import load_config
 from kiln_cli.plugins import Plugins
+from kiln_cli.stage_manifests import TemplateUsed
 
 ROWS = (
     '{"messages":[{"role":"user","content":"What is the weather?"},{"role":"assistant","content":"city 17"}]}\n'
@@ -105,7 +106,7 @@ def test_a_template_that_is_not_the_admitted_one_is_not_written(
     with pytest.raises(
         KilnError, match=r"t1\.jinja changed after `kiln admit`: sha256:\w{64}, expected sha256:0"
     ) as caught:
-        write_tokenizer(terms, {"sha256": "sha256:" + "0" * 64}, tmp_path, tmp_path)
+        write_tokenizer(terms, TemplateUsed(name="x", sha256="sha256:" + "0" * 64), tmp_path, tmp_path)
     assert caught.value.code == "KLN207"
     assert not list(tmp_path.iterdir())
 

@@ -25,7 +25,7 @@ from kiln_cli.files import hash_file
 from kiln_cli.identity import corpus_sha256
 from kiln_cli.manifests import content_sha256, document, read_manifest
 from kiln_cli.plugins import load_plugins
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest
 
 GOOD = [
     {"messages": [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n}"}]}
@@ -98,10 +98,10 @@ def reseal(run: Path, change: Callable[[dict[str, Any]], None] = lambda manifest
     for ref in value["outputs"]:
         ref["sha256"], ref["bytes"] = hash_file(run / ref["path"])
     path.write_bytes(document(value))
-    manifest = msgspec.json.decode(path.read_bytes(), type=StageManifest)
+    manifest = msgspec.json.decode(path.read_bytes(), type=AdmitManifest)
     manifest.content_sha256 = content_sha256(manifest)
     path.write_bytes(document(manifest))
-    read_manifest(run, "admit")  # it is consistent in itself
+    read_manifest(run, AdmitManifest)  # it is consistent in itself
 
 
 def forge_receipt(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -200,7 +200,7 @@ def loaded(chat: Path) -> LoadedConfig:
 def test_the_same_again_judges_no_row_and_changes_no_byte(chat: Path, no_work: None) -> None:
     before = {path: path.read_bytes() for path in (chat / "run" / "admit").iterdir()}
     result = admit.run(loaded(chat), chat / "run", load_plugins())
-    assert result.unchanged and result.manifest == read_manifest(chat / "run", "admit")
+    assert result.unchanged and result.manifest == read_manifest(chat / "run", AdmitManifest)
     assert {path: path.read_bytes() for path in (chat / "run" / "admit").iterdir()} == before
 
 

@@ -16,7 +16,7 @@ from forging import rebuild_chain
 from tiny_model import RUN, Kiln, Outcome
 
 from kiln_cli.manifests import content_sha256, document
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest
 
 needs_rensa = pytest.mark.skipif(importlib.util.find_spec("rensa") is None, reason="rensa is absent")
 
@@ -395,8 +395,9 @@ def test_train_looks_again(prepared: Path, kiln: Kiln) -> None:
     shown = kiln("inspect", run, "row:1")
     assert "contaminated: same_prompt: held-out" in shown.out
     # Who says that another row met them, and makes every digest right again, is found out by both.
-    manifest = msgspec.json.decode((run / "admit_manifest.json").read_bytes(), type=StageManifest)
-    manifest.details["held_out"]["met"] = {}
+    manifest = msgspec.json.decode((run / "admit_manifest.json").read_bytes(), type=AdmitManifest)
+    held_out_rows = msgspec.structs.replace(manifest.details.held_out, met={})
+    manifest.details = msgspec.structs.replace(manifest.details, held_out=held_out_rows)
     manifest.content_sha256 = content_sha256(manifest)
     (run / "admit_manifest.json").write_bytes(document(manifest))
     rebuild_chain(run)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 import random
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -406,16 +408,44 @@ def test_a_manifest_that_names_another_stage_is_a_failing_claim(stage: str, mine
         assert f"{path.name} is a sound manifest" in verdict.failing
 
 
-@pytest.mark.parametrize("key", ["base", "output"])
-def test_a_flipped_key_of_the_adapters_is_a_failing_claim(key: str, mine: Path, kiln: Kiln) -> None:
-    """What the receipt then lacks is told by a claim, not by an error of the command."""
-    path = mine / RUN / "train_receipt.json"
-    data = path.read_bytes()
-    place = data.index(f'"{key}"'.encode(), data.index(b'"adapters"')) + 1
-    flip(path, place, 1)
-    verdict = verify(kiln, mine / RUN)
-    assert verdict.code == 1
-    assert verdict.failing
+def places(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where every key and every value of a document lies; of a list its first element."""
+    pairs = value.items() if isinstance(value, dict) else [(0, value[0])] if isinstance(value, list) and value else ()
+    for key, inner in pairs:
+        yield (*at, key)
+        yield from places(inner, (*at, key))
+
+
+def damaged(value: Any, place: tuple[str | int, ...]) -> Iterator[Any]:
+    """The document with a value of another type there, and with the value under another key."""
+    *outer, key = place
+    for rename in (False, True) if isinstance(key, str) else (False,):
+        changed = copy.deepcopy(value)
+        holder = functools.reduce(lambda inner, step: inner[step], outer, changed)
+        old = holder[key]
+        if rename:
+            holder[f"{key}`"] = holder.pop(key)
+        else:
+            holder[key] = ["of", "another", "type"] if isinstance(old, str | None) else None
+        yield changed
+
+
+DOCUMENTS = ("train_receipt.json", "admit_manifest.json", "data_manifest.json", "admit/sft_ingestion.json")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_damaged_in_any_field_is_a_failing_claim(name: str, mine: Path, kiln: Kiln) -> None:
+    """What it then lacks is told by a claim, never by an error of the command."""
+    path = mine / RUN / name
+    value = json.loads(path.read_bytes())
+    faults = []
+    for place in places(value):
+        for changed in damaged(value, place):
+            path.write_bytes(document(changed))
+            done = kiln("verify-receipt", mine / RUN)
+            if (done.code, "FAIL" in done.out) != (1, True):
+                faults.append(f"{place}: exit {done.code}: {done.err}")
+    assert not faults, "\n".join(faults)
 
 
 def test_random_single_bit_flips_are_all_detected(mine: Path, kiln: Kiln) -> None:

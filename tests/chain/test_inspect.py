@@ -24,6 +24,7 @@ from tiny_model import CHATML, RUN, Kiln, Outcome
 from kiln_cli import app
 from kiln_cli.manifests import content_sha256, document, read_manifest
 from kiln_cli.receipts import FileRef
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.text import block
 
 Copy = Callable[..., Path]
@@ -189,7 +190,7 @@ def refused(kiln: Kiln, project: Path, *words: str) -> None:
 def test_a_template_that_changed_is_refused(admitted: Path, copy_of: Copy, kiln: Kiln) -> None:
     project = copy_of(admitted, own_model=True)
     path = project / "model" / "chat_template.jinja"
-    old = read_manifest(project / RUN, "admit").details["template"]["sha256"]
+    old = read_manifest(project / RUN, AdmitManifest).details.template.sha256
     path.write_text(path.read_text() + " ")
     refused(kiln, project, "template", old, "kiln admit")
 
@@ -213,7 +214,7 @@ def forge_corpus(run: Path, change: Callable[[pl.DataFrame], pl.DataFrame]) -> N
     path = run / "admit/corpus.parquet"
     change(pl.read_parquet(path)).write_parquet(path)
     data = path.read_bytes()
-    manifest = read_manifest(run, "admit")
+    manifest = read_manifest(run, AdmitManifest)
     refs = []
     for ref in manifest.outputs:
         values = msgspec.structs.asdict(ref)

@@ -422,12 +422,12 @@ def test_d2_other_settings_of_the_tokenizer_are_refused_unless_ids_prove_the_tok
     del entry(unnamed, 1)["token_id"]
     assert parts(refuse([unnamed], allowed, identity=theirs))[0] == "token_id_missing"
     result = admit([scorer.example()], allowed, identity=theirs)
-    assert result.manifest.details["teacher_tokenizer"] == "other"
+    assert result.manifest.details.teacher_tokenizer == "other"
 
 
 def test_a_server_digests_tokenizer_settings_by_its_own_rule(scorer: Scorer, admit: Admit, student: Path) -> None:
     result = admit([scorer.example()], identity=teacher_identity(student, tokenizer_config_sha256="c" * 64))
-    assert result.manifest.details["teacher_tokenizer"] == "not comparable"
+    assert result.manifest.details.teacher_tokenizer == "not comparable"
 
 
 def test_a_teacher_with_too_few_candidates_is_refused(scorer: Scorer, refuse: Refuse, student: Path) -> None:
@@ -560,7 +560,7 @@ def test_unknown_fields_change_nothing_and_are_counted(scorer: Scorer, admit: Ad
         "teacher_tokens[].rank": 1,
         "teacher_tokens[].top_logprobs[].text": 1,
     }
-    assert found.details["admitted_sha256"] == plain.details["admitted_sha256"]
+    assert found.details.admitted_sha256 == plain.details.admitted_sha256
 
 
 def test_a_candidate_behind_those_that_are_read_is_not_looked_at(scorer: Scorer, admit: Admit) -> None:
@@ -684,13 +684,13 @@ def test_id_and_metadata_reach_no_message(change: Change, scorer: Scorer, refuse
 def test_d1_sizes_of_output_layers_do_not_decide(scorer: Scorer, admit: Admit, refuse: Refuse, student: Path) -> None:
     """The teacher's output layer has more rows than the student's; the tokenizer is the same."""
     larger = teacher_identity(student, vocab_size=152064)
-    assert admit([scorer.example()], identity=larger).manifest.details["vocabulary"] == scorer.vocabulary
+    assert admit([scorer.example()], identity=larger).manifest.details.vocabulary == scorer.vocabulary
     row = scorer.example()
     setting("teacher_tokens", 2, "top_logprobs", 4, "token_id", to=151990)(row)
     code, pointer, _ = parts(refuse([row], identity=larger))
     assert (code, pointer) == ("token_id_out_of_vocab", "/teacher_tokens/2/top_logprobs/4/token_id")
     smaller = teacher_identity(student, vocab_size=scorer.vocabulary - 10)
-    assert admit([scorer.example()], identity=smaller).manifest.details["vocabulary"] == scorer.vocabulary - 10
+    assert admit([scorer.example()], identity=smaller).manifest.details.vocabulary == scorer.vocabulary - 10
 
 
 @pytest.mark.parametrize("case", ["null first", "first dropped"])

@@ -18,6 +18,7 @@ from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.manifests import document, read_manifest, read_receipt
 from kiln_cli.plugins import load_plugins
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.terminal import SILENT
 
 
@@ -51,7 +52,7 @@ def test_a_corpus_is_recognised_by_its_manifest_line(kind: list[str], project: P
     assert done.code == 0, done.err
     assert f"scored by {ALIAS}" in done.err
     assert "token ids: 20 of 20 are named by the corpus and match" in done.err
-    assert read_manifest(project / "run", "admit").details["opd"]["teacher"]["alias"] == ALIAS
+    assert read_manifest(project / "run", AdmitManifest).details.opd["teacher"]["alias"] == ALIAS
 
 
 def test_the_kind_can_be_said_to_be_another(project: Path) -> None:
@@ -239,7 +240,7 @@ def test_ids_are_required_by_an_option(project: Path, scorer: Scorer, student: P
 def recheck(project: Path) -> Any:
     run = project / "run"
     config = load_config(run / "config.resolved.toml")
-    return require_same_scored_admission(config, run, load_plugins(), read_manifest(run, "admit"), SILENT)
+    return require_same_scored_admission(config, run, load_plugins(), read_manifest(run, AdmitManifest), SILENT)
 
 
 @pytest.fixture

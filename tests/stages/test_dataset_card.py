@@ -11,7 +11,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from kiln_cli.identity import corpus_sha256
 from kiln_cli.plugins import LoadedPlugin
-from kiln_cli.receipts import FileRef, IngestionReceipt, ManifestRef, RejectedRow, StageManifest
+from kiln_cli.receipts import FileRef, IngestionReceipt, ManifestRef, RejectedRow
+from kiln_cli.stage_manifests import AdmitDetails, AdmitManifest, RowsRead, TemplateUsed, ToolsShown
 
 
 def digest(letter: str) -> str:
@@ -50,9 +51,9 @@ def counts(split: IngestionReceipt, **reasons: int) -> dict[str, Any]:
     }
 
 
-def evidence(locator: str = "chats.jsonl", kept: int = 3) -> tuple[StageManifest, list[Split]]:
+def evidence(locator: str = "chats.jsonl", kept: int = 3) -> tuple[AdmitManifest, list[Split]]:
     corpus, held_out = receipt(locator, kept, 2), receipt("held.jsonl", 1, 0)
-    manifest = StageManifest(
+    manifest = AdmitManifest(
         stage="admit",
         kiln_version="0.1.0",
         plugins=[LoadedPlugin(distribution="kiln-toolkit", version="0.1.0", sources=[], templates=[], losses=[],
@@ -62,13 +63,16 @@ def evidence(locator: str = "chats.jsonl", kept: int = 3) -> tuple[StageManifest
         inputs=[],
         outputs=[],
         counts={"corpus": counts(corpus, over_length=1, mask_disagreement=1), "heldout": counts(held_out)},
-        details={
-            "admitted_sha256": {"corpus": digest("e"), "heldout": digest("f")},
-            "max_tokens": 2048,
-            "template": {"name": "my template.jinja", "sha256": digest("1")},
-            "tokenizer": {"tokenizer.json": "2" * 64},
-            "tools": {"mode": "system", "prompt": "kiln-cli.tool-prompt.v1", "prompt_sha256": digest("3")},
-        },
+        details=AdmitDetails(
+            config_sections=["model", "admit"],
+            rows=RowsRead(origin="prepared", shape=None, packing="lines", elements=False),
+            admitted_sha256={"corpus": digest("e"), "heldout": digest("f")},
+            system_turn="keep",
+            max_tokens=2048,
+            template=TemplateUsed(name="my template.jinja", sha256=digest("1")),
+            tokenizer={"tokenizer.json": "2" * 64},
+            tools=ToolsShown(mode="system", prompt="kiln-cli.tool-prompt.v1", prompt_sha256=digest("3")),
+        ),
         content_sha256=digest("4"),
     )  # fmt: skip
     files = [
@@ -92,8 +96,8 @@ def test_the_card(snapshot: SnapshotAssertion) -> None:
 def test_the_card_of_rows_that_were_not_prepared_and_have_no_held_out_split(snapshot: SnapshotAssertion) -> None:
     manifest, splits = evidence()
     manifest.previous = None
-    manifest.details["max_tokens"] = None
-    manifest.details["tools"] = {"mode": "native", "prompt": None, "prompt_sha256": None}
+    tools = ToolsShown(mode="native", prompt=None, prompt_sha256=None)
+    manifest.details = msgspec.structs.replace(manifest.details, max_tokens=None, tools=tools)
     manifest.counts["corpus"]["ignored_fields"] = {}
     assert dataset_card(manifest, splits[:1]).decode("utf-8") == snapshot
 

@@ -30,6 +30,7 @@ from kiln_cli.files import Filesystem
 from kiln_cli.manifests import read_manifest
 from kiln_cli.plugins import Plugins
 from kiln_cli.records import Candidate, ToolCallRow
+from kiln_cli.stage_manifests import PrepareManifest
 
 PAIR_REASONS = (
     "missing_source_example",
@@ -676,7 +677,7 @@ def test_two_runs_in_two_places_are_equal(run_prepare: Prepare, tmp_path: Path) 
 
 def test_the_manifest_names_every_file(run_prepare: Prepare, run_dir: Path, tmp_path: Path) -> None:
     run_prepare(vector_b(), (6, 3, 2))
-    manifest = read_manifest(run_dir, "prepare")
+    manifest = read_manifest(run_dir, PrepareManifest)
     assert {ref.path for ref in manifest.outputs} == {name for name in tree(run_dir) if name.startswith("data/")}
     for ref in manifest.outputs:
         data = (run_dir / ref.path).read_bytes()
@@ -686,7 +687,7 @@ def test_the_manifest_names_every_file(run_prepare: Prepare, run_dir: Path, tmp_
     (source,) = manifest.inputs
     data = (tmp_path / "project" / "rows.jsonl").read_bytes()
     assert (source.path, source.sha256, source.rows) == ("rows.jsonl", hashlib.sha256(data).hexdigest(), 23)
-    assert manifest.details["drop_reasons"][-1] == "cross_split_duplicate"
+    assert manifest.details.drop_reasons[-1] == "cross_split_duplicate"
 
 
 def test_a_second_run_changes_nothing(run_prepare: Prepare, run_dir: Path) -> None:

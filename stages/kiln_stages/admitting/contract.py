@@ -12,6 +12,7 @@ import msgspec
 
 from kiln_cli.config import AdmitConfig, LoadedConfig
 from kiln_cli.plugins import Plugins
+from kiln_cli.stage_manifests import ToolsShown
 from kiln_stages.admitting.admission import Admission
 from kiln_stages.admitting.model_files import ModelFiles, TemplateChoice, choose_template, load_model_files
 from kiln_stages.admitting.prepared_rows import TOOL_PROMPT_NAME, ToolsMode, choose_mode, tool_prompt_sha256
@@ -47,17 +48,17 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         return Admission(self.finder, self.tokenizer, self.max_tokens, self.settings, source_reasons, held_out)
 
     def details(self, mode: ToolsMode) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """What the manifest says of it: fields of :class:`AdmitDetails`."""
         return {
             "system_turn": self.settings.system_turn,
             "max_tokens": self.max_tokens,
-            "template": {"name": self.choice.name, "sha256": self.choice.sha256},
+            "template": self.choice.used(),
             "tokenizer": self.files.file_digests(),
-            "tools": {
-                "mode": mode,
-                "prompt": TOOL_PROMPT_NAME if mode == "system" else None,
-                "prompt_sha256": tool_prompt_sha256() if mode == "system" else None,
-            },
+            "tools": ToolsShown(
+                mode=mode,
+                prompt=TOOL_PROMPT_NAME if mode == "system" else None,
+                prompt_sha256=tool_prompt_sha256() if mode == "system" else None,
+            ),
         }
 
 

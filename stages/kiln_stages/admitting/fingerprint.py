@@ -24,7 +24,7 @@ from kiln_cli.files import open_input, read_bounded, write_file
 from kiln_cli.identity import canonical_json
 from kiln_cli.manifests import document, read_manifest
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest
 from kiln_stages.admitting.contract import Terms
 from kiln_stages.admitting.inputs import SPLITS
 from kiln_stages.admitting.model_files import TOKENIZER_FILES
@@ -66,7 +66,7 @@ def of_inputs(
     if not all(path.is_file() for path in rows):
         return None
     settings = {
-        "previous": read_manifest(out, "prepare").content_sha256 if file is None else None,
+        "previous": read_manifest(out, PrepareManifest).content_sha256 if file is None else None,
         "config": config.sha256(*sections),
         "teacher": teacher,
         "plugins": plugins.loaded(),
@@ -76,24 +76,24 @@ def of_inputs(
     return _digest([*files, *rows, *_code(plugins)], canonical_json(settings))
 
 
-def recorded(out: Path, inputs: str) -> StageManifest | None:
+def recorded(out: Path, inputs: str) -> AdmitManifest | None:
     """The manifest of an earlier admission of the same inputs, if all that it wrote is still there and the same."""
     try:
         found = msgspec.json.decode(read_bounded(out / NAME, _LIMIT), type=Fingerprint)
         if found.inputs != inputs:
             return None
-        manifest = read_manifest(out, "admit")
+        manifest = read_manifest(out, AdmitManifest)
         return manifest if found.outputs == _of_outputs(out, manifest) else None
     except (KilnError, msgspec.DecodeError):
         return None  # nothing there, or damaged: the work is done again
 
 
-def record(out: Path, inputs: str, manifest: StageManifest) -> None:
+def record(out: Path, inputs: str, manifest: AdmitManifest) -> None:
     """Written behind the manifest, for the next time."""
     write_file(out / NAME, document(Fingerprint(inputs=inputs, outputs=_of_outputs(out, manifest))))
 
 
-def _of_outputs(out: Path, manifest: StageManifest) -> str:
+def _of_outputs(out: Path, manifest: AdmitManifest) -> str:
     return _digest((out / ref.path for ref in manifest.outputs), manifest.content_sha256.encode("ascii"))
 
 

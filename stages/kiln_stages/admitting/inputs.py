@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from kiln_cli.config import AdmitConfig, LoadedConfig
 from kiln_cli.errors import KilnError
@@ -21,8 +21,8 @@ from kiln_cli.extensions import Source
 from kiln_cli.files import open_input
 from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import StageManifest
 from kiln_cli.records import Record
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest, RowsRead
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract
 from kiln_stages.admitting.given import Given, LinesFile
@@ -58,29 +58,29 @@ def open_inputs(
 
 
 def open_again(
-    config: LoadedConfig, out: Path, plugins: Plugins, contract: Contract, manifest: StageManifest, stack: ExitStack
+    config: LoadedConfig, out: Path, plugins: Plugins, contract: Contract, manifest: AdmitManifest, stack: ExitStack
 ) -> list[RowsInput]:
     """The inputs of an admission that is done, opened again: the same files, read in the same shape.
 
     Raises KilnError as :func:`open_inputs` does, and KLN207 where a file is not what the manifest says.
     """
-    rows = manifest.details["rows"]
-    if rows["from"] not in ("prepared", "file"):
-        plain = stack.enter_context(_lines(out / KEPT_ROWS, elements=rows["elements"]))
-        fields = rows.get("map") or config.run.admit.map
-        source = mapped_source(fields) if fields else plugins.sources.get(rows["shape"])
+    rows = manifest.details.rows
+    if rows.origin not in ("prepared", "file"):
+        plain = stack.enter_context(_lines(out / KEPT_ROWS, elements=rows.elements))
+        fields = rows.map or config.run.admit.map
+        source = mapped_source(fields) if fields else plugins.sources.get(rows.shape or "")
         given = Given(
             None,
-            source=rows["from"],
-            locator=rows.get("locator"),
-            provenance=rows.get("provenance"),
-            ids=tuple(row.request_id for row in read_admitted(out)) if rows["from"] == SOURCE else None,
-            map=rows.get("map", {}),
+            source=rows.origin,
+            locator=rows.locator or None,
+            provenance=rows.provenance or None,
+            ids=tuple(row.request_id for row in read_admitted(out)) if rows.origin == SOURCE else None,
+            map=rows.map or {},
         )
         inputs = [_chat_input(config.run.admit, plain, source, path=KEPT_ROWS, base="run", given=given)]
     else:
         if config.run.admit.file is not None and not config.run.admit.map:
-            config = config.replace("admit", source=rows["shape"])
+            config = config.replace("admit", source=rows.shape)
         inputs = open_inputs(config, out, plugins, contract, stack)
     for source_of_rows, expected in zip(inputs, manifest.inputs, strict=True):
         found = input_reference(source_of_rows, expected.rows)
@@ -94,27 +94,23 @@ def open_again(
     return inputs
 
 
-def rows_details(inputs: list[RowsInput]) -> dict[str, Any]:
+def rows_details(inputs: list[RowsInput]) -> RowsRead:
     """What the manifest says of the rows, enough to open them again."""
     first = inputs[0]
     kind = "prepared" if first.ref is not None else "file" if first.given is None else first.given.source
-    found: dict[str, Any] = {
-        "from": kind,
-        "shape": first.shape,
-        "packing": first.plain.packing,
-        "elements": first.plain.elements,
-    }
-    if first.given is not None and first.given.locator is not None:
-        found["locator"] = first.given.locator
-    if first.given is not None and first.given.provenance is not None:
-        found["provenance"] = first.given.provenance
-    if first.given is not None and first.given.map:
-        found["map"] = first.given.map
-    return found
+    found = RowsRead(origin=kind, shape=first.shape, packing=first.plain.packing, elements=first.plain.elements)
+    if first.given is None:
+        return found
+    return msgspec.structs.replace(
+        found,
+        locator=UNSET if first.given.locator is None else first.given.locator,
+        provenance=UNSET if first.given.provenance is None else first.given.provenance,
+        map=first.given.map or UNSET,
+    )
 
 
 def _prepared(out: Path, contract: Contract, stack: ExitStack) -> list[RowsInput]:
-    manifest = read_manifest(out, "prepare")
+    manifest = read_manifest(out, PrepareManifest)
     found = []
     for split, name in SPLITS.items():
         ref = manifest.output(name)

@@ -17,6 +17,7 @@ from kiln_cli.extensions import Template
 from kiln_cli.files import hash_file, read_bounded
 from kiln_cli.identity import sha256_hex
 from kiln_cli.registry import Registry
+from kiln_cli.stage_manifests import AdmitDetails, TemplateUsed
 from kiln_cli.text import printable
 
 FILE_LIMIT = 256 * 1024 * 1024
@@ -57,6 +58,10 @@ class TemplateChoice(msgspec.Struct, frozen=True):
     @property
     def sha256(self) -> str:
         return "sha256:" + sha256_hex(self.source.encode("utf-8"))
+
+    def used(self) -> TemplateUsed:
+        """What evidence says of it."""
+        return TemplateUsed(name=self.name, sha256=self.sha256)
 
 
 def load_model_files(directory: Path) -> ModelFiles:
@@ -101,19 +106,18 @@ def choose_template(wanted: str, files: ModelFiles, templates: Registry[Template
     raise AssertionError
 
 
-def tokenizer_identity(directory: Path, details: dict[str, Any]) -> dict[str, Any]:
+def tokenizer_identity(directory: Path, details: AdmitDetails) -> dict[str, Any]:
     """What a train receipt says of the tokenizer: the files and the template that admission recorded in ``details``,
     and by name the digests of the tokenizer's config, of the model's own chat template (as text, wherever it lies) and
     of the one that was trained under. Null for a file or template that the model does not have."""
-    files, template = details.get("tokenizer") or {}, details.get("template") or {}
-    config = files.get("tokenizer_config.json")
+    config = details.tokenizer.get("tokenizer_config.json")
     own = _chat_template(directory, _json_file(directory / "tokenizer_config.json", required=False))
     return {
-        "files": details.get("tokenizer"),
-        "template": details.get("template"),
+        "files": details.tokenizer,
+        "template": msgspec.to_builtins(details.template),
         "tokenizer_config_sha256": f"sha256:{config}" if config is not None else None,
         "chat_template_sha256": "sha256:" + sha256_hex(own.encode("utf-8")) if own is not None else None,
-        "training_chat_template_sha256": template.get("sha256"),
+        "training_chat_template_sha256": details.template.sha256,
     }
 
 

@@ -14,7 +14,8 @@ from kiln_cli.config import LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.manifests import read_ingestion
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import IngestionReceipt, StageManifest
+from kiln_cli.receipts import IngestionReceipt
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import TRAINED_SPLIT
@@ -27,7 +28,7 @@ from kiln_stages.workers import Workers
 
 
 def require_same_admission(
-    config: LoadedConfig, out: Path, plugins: Plugins, manifest: StageManifest, progress: Progress
+    config: LoadedConfig, out: Path, plugins: Plugins, manifest: AdmitManifest, progress: Progress
 ) -> IngestionReceipt:
     """Reads and judges every row again; returns the corpus's receipt.
 
@@ -56,18 +57,18 @@ def require_same_admission(
             _require_equal(path, written, found)
             _require_tokens(out, manifest, tally)
             if held_out is not None and source.split == TRAINED_SPLIT:
-                held_out.require_same_meetings(manifest.details["held_out"], tally.met)
+                held_out.require_same_meetings(manifest.details.held_out, tally.met)
             receipts.append(found)
     return receipts[0]
 
 
-def require_same_terms(terms: Terms, manifest: StageManifest) -> None:
+def require_same_terms(terms: Terms, manifest: AdmitManifest) -> None:
     """Tokenizer files and template to the byte: others may give equal tokens, but the evidence names these.
 
     Raises KilnError KLN207 naming the first that differs.
     """
     here = {**terms.files.file_digests(), "the chat template": terms.choice.sha256}
-    there = {**manifest.details["tokenizer"], "the chat template": manifest.details["template"]["sha256"]}
+    there = {**manifest.details.tokenizer, "the chat template": manifest.details.template.sha256}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             raise KilnError(
@@ -119,8 +120,8 @@ def _rejected(row: Any) -> str:
     return row if isinstance(row, str) else f"row {row.row_index} ({row.row_sha256}, {printable(row.reason)})"
 
 
-def _require_tokens(out: Path, manifest: StageManifest, tally: Tally) -> None:
-    expected, found = manifest.details["admitted_sha256"].get(tally.split), tally.admitted_sha256()
+def _require_tokens(out: Path, manifest: AdmitManifest, tally: Tally) -> None:
+    expected, found = manifest.details.admitted_sha256.get(tally.split), tally.admitted_sha256()
     if expected != found:
         raise KilnError(
             "KLN207",

@@ -6,13 +6,17 @@ What the manifest says of them is enough to see later that they are the same row
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from kiln_cli.config import LoadedConfig
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest, Contamination, HeldOutRows
 from kiln_cli.text import printable
 from kiln_stages.contamination.index import Index
 from kiln_stages.contamination.reader import Reader
@@ -28,42 +32,43 @@ class HeldOut:
         self._near_threshold = near_threshold
         self._drops = drops
 
-    def details(self, met: Mapping[str, int]) -> dict[str, Any]:
+    def details(self, met: Mapping[str, int]) -> Contamination:
         """What the manifest says. ``met``: rows to train on that met one of these, by rule."""
-        return {
-            "rows": self._rows(),
-            "near_threshold": self._near_threshold,
-            "contaminated": "dropped" if self._drops else "refused",
-            "met": dict(sorted(met.items())),
-        }
+        return Contamination(
+            rows=self._rows(),
+            near_threshold=self._near_threshold,
+            contaminated="dropped" if self._drops else "refused",
+            met=dict(sorted(met.items())),
+        )
 
-    def require_same(self, recorded: Any) -> None:
+    def require_same(self, recorded: Contamination | UnsetType) -> None:
         """Raises KilnError KLN207 with the first difference from what a manifest recorded."""
-        written = recorded.get("rows") if isinstance(recorded, dict) else None
-        for place, found in enumerate(self._rows()):
-            expected = written[place] if isinstance(written, list) and place < len(written) else None
+        written = [] if recorded is UNSET else recorded.rows
+        for found, expected in zip_longest(self._rows(), written):
             if found != expected:
+                named = (found or expected).given
                 raise KilnError(
                     "KLN207",
-                    f"the held-out rows of {printable(found['given'])} are not those that admit_manifest.json names: "
+                    f"the held-out rows of {printable(named)} are not those that admit_manifest.json names: "
                     f"{_shown(found)}, expected {_shown(expected)}",
                     hint="restore them, or run `kiln admit` again",
                 )
 
-    def require_same_meetings(self, recorded: Any, met: Mapping[str, int]) -> None:
+    def require_same_meetings(self, recorded: Contamination | UnsetType, met: Mapping[str, int]) -> None:
         """Raises KilnError KLN207 where other rows meet these than a manifest recorded."""
         found = self.details(met)
         if found != recorded:
             raise KilnError(
                 "KLN207",
-                f"admit_manifest.json does not say what meets the held-out rows: {printable(recorded)}, found "
-                f"{printable(found)}",
+                "admit_manifest.json does not say what meets the held-out rows: "
+                f"{printable(msgspec.to_builtins(recorded) if recorded else 'nothing')}, found "
+                f"{printable(msgspec.to_builtins(found))}",
                 hint="run `kiln admit` again",
             )
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def _rows(self) -> list[HeldOutRows]:
         return [
-            {"given": each.given, "kind": each.kind, "sets": [rows.identity() for rows in each.sets]}
+            HeldOutRows(given=each.given, kind=each.kind, sets=[rows.identity() for rows in each.sets])
             for each in self._references
         ]
 
@@ -96,17 +101,17 @@ def open_held_out(config: LoadedConfig, scratch: Path, plugins: Plugins) -> Held
 
 
 def open_held_out_again(
-    config: LoadedConfig, scratch: Path, plugins: Plugins, manifest: StageManifest
+    config: LoadedConfig, scratch: Path, plugins: Plugins, manifest: AdmitManifest
 ) -> HeldOut | None:
     """As :func:`open_held_out`, for an admission that is done. Raises KilnError KLN207 where other rows are found."""
     found = open_held_out(config, scratch, plugins)
     if found is not None:
-        found.require_same(manifest.details.get("held_out"))
+        found.require_same(manifest.details.held_out)
     return found
 
 
-def _shown(value: Any) -> str:
-    if not isinstance(value, dict):
+def _shown(rows: HeldOutRows | None) -> str:
+    if rows is None:
         return "nothing"
-    sets = (f"{each['rows']} rows of {each['name']} by {each['by']} ({each['sha256']})" for each in value["sets"])
-    return printable(f"{value['kind']}: {', '.join(sets)}")
+    sets = (f"{counted(each.rows, 'row', 'rows')} of {each.name} by {each.by} ({each.sha256})" for each in rows.sets)
+    return printable(f"{rows.kind}: {', '.join(sets)}")

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from kiln_cli import strict_json
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, open_input, read_bounded
-from kiln_cli.manifests import DOCUMENT_LIMIT, MANIFEST_NAMES, read_ingestion, read_receipt
-from kiln_cli.receipts import INGESTION_SCHEMA, MANIFEST_SCHEMA, RECEIPT_TYPE
+from kiln_cli.manifests import DOCUMENT_LIMIT, read_ingestion, read_receipt
+from kiln_cli.receipts import INGESTION_SCHEMA, RECEIPT_TYPE
+from kiln_cli.stage_manifests import MANIFEST_NAMES, MANIFEST_SCHEMA
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows
 from kiln_stages.contamination.named_sets import dataset_sets

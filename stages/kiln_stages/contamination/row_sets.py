@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.lines import LineReader
 from kiln_cli.receipts import IngestionReceipt
 from kiln_cli.records import Record
+from kiln_cli.stage_manifests import HeldOutSet
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import IncomingRow
 from kiln_stages.contamination.keys import RowKeys, row_keys
@@ -62,9 +63,9 @@ class RowSet(msgspec.Struct, frozen=True, kw_only=True):
         known = ", ".join(filter(None, (line, printable(self.example_ids.get(number, "")))))
         return f"{self.name} row {self.row_indices[number]}" + (f" ({known})" if known else "")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> HeldOutSet:
         """What evidence says of it: enough to see that it is the same set again."""
-        return {"name": self.name, "by": self.by, "rows": len(self.keys), "sha256": self.sha256, "bytes": self.size}
+        return HeldOutSet(name=self.name, by=self.by, rows=len(self.keys), sha256=self.sha256, bytes=self.size)
 
 
 class KeyedFile(NamedTuple):

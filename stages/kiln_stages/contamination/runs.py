@@ -16,15 +16,9 @@ import msgspec
 from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file, open_input
-from kiln_cli.manifests import (
-    MANIFEST_NAMES,
-    locate,
-    manifest_path,
-    read_ingestion,
-    read_manifest,
-    require_unchanged,
-)
-from kiln_cli.receipts import IngestionReceipt, StageManifest, TrainReceipt
+from kiln_cli.manifests import locate, manifest_path, read_ingestion, read_manifest, require_unchanged
+from kiln_cli.receipts import IngestionReceipt, TrainReceipt
+from kiln_cli.stage_manifests import MANIFEST_NAMES, AdmitManifest, PrepareManifest
 from kiln_cli.text import printable
 from kiln_stages.admitting.incoming import chat_rows, prepared_rows
 from kiln_stages.admitting.inputs import KEPT_ROWS, SPLITS
@@ -55,7 +49,7 @@ def run_sets(name: str, run: Path, wanted: str | None, reader: Reader) -> Iterat
 
     Raises KilnError KLN204 for a split that it has not, KLN206/207 where its evidence is damaged.
     """
-    admit = read_manifest(run, "admit") if manifest_path(run, "admit").exists() else None
+    admit = read_manifest(run, AdmitManifest) if manifest_path(run, "admit").exists() else None
     if admit is not None and admit.previous is None:
         if wanted not in (None, "train"):
             raise KilnError("KLN204", f"{name} has no split {wanted!r}: its rows come from a file", hint="name the run")
@@ -64,7 +58,7 @@ def run_sets(name: str, run: Path, wanted: str | None, reader: Reader) -> Iterat
         else:
             yield _scored_set(name, run, admit, reader)
         return
-    prepare = read_manifest(run, "prepare")
+    prepare = read_manifest(run, PrepareManifest)
     for split, (admitted, role) in RUN_SPLITS.items():
         if wanted in (None, split):
             if admit is not None and admitted is not None:
@@ -88,7 +82,7 @@ def receipt_set(name: str, path: Path, document: IngestionReceipt | TrainReceipt
     run, split = _run_of(path, document, sha256)
     if run is None:
         return hashed_set(name, receipt, sha256, size, "the run that wrote it is not around it")
-    found = _admitted_set(name, run, read_manifest(run, "admit"), split, receipt, reader)
+    found = _admitted_set(name, run, read_manifest(run, AdmitManifest), split, receipt, reader)
     return msgspec.structs.replace(found, sha256=sha256, size=size)
 
 
@@ -97,34 +91,34 @@ def _run_of(path: Path, document: IngestionReceipt | TrainReceipt, sha256: str) 
     if isinstance(document, TrainReceipt):
         run = path.absolute().parent
         here = manifest_path(run, "admit").exists()
-        same = here and read_manifest(run, "admit").content_sha256 == document.previous.content_sha256
+        same = here and read_manifest(run, AdmitManifest).content_sha256 == document.previous.content_sha256
         return (run if same else None), "corpus"
     run = path.absolute().parent.parent
     for split, name in RECEIPTS.items():
         if run / name == path.absolute() and manifest_path(run, "admit").exists():
-            return (run if read_manifest(run, "admit").output(name).sha256 == sha256 else None), split
+            return (run if read_manifest(run, AdmitManifest).output(name).sha256 == sha256 else None), split
     return None, "corpus"
 
 
-def _receipt_of(run: Path, admit: StageManifest, split: str) -> IngestionReceipt:
+def _receipt_of(run: Path, admit: AdmitManifest, split: str) -> IngestionReceipt:
     require_unchanged(admit.output(RECEIPTS[split]), run / RECEIPTS[split], "admit_manifest.json")
     return read_ingestion(run / RECEIPTS[split])
 
 
 def _prepared_set(
-    name: str, run: Path, prepare: StageManifest, admit: StageManifest | None, path: str, reader: Reader
+    name: str, run: Path, prepare: PrepareManifest, admit: AdmitManifest | None, path: str, reader: Reader
 ) -> RowSet:
     """A split that was prepared and not admitted: every row of it."""
     ref = prepare.output(path)
     require_unchanged(ref, run / path, "data_manifest.json")
-    mode: ToolsMode = "native" if admit is None else admit.details["tools"]["mode"]
+    mode: ToolsMode = "native" if admit is None else admit.details.tools.mode
     with open_input(run / path) as stream:
         plain = Plain(stream=stream, size=ref.bytes, packing="lines", elements=False, sha256=None)
         return read_set(name, KeyedFile(plain, partial(prepared_rows, mode=mode), reader.near))
 
 
 def _admitted_set(
-    name: str, run: Path, admit: StageManifest, split: str, receipt: IngestionReceipt, reader: Reader
+    name: str, run: Path, admit: AdmitManifest, split: str, receipt: IngestionReceipt, reader: Reader
 ) -> RowSet:
     """The kept rows of an admission: read where they are what its manifest says, else by hash."""
     try:
@@ -141,7 +135,7 @@ def _admitted_set(
     return hashed_set(name, receipt, ref.sha256, ref.bytes, printable(why))
 
 
-def _scored_set(name: str, run: Path, admit: StageManifest, reader: Reader) -> RowSet:
+def _scored_set(name: str, run: Path, admit: AdmitManifest, reader: Reader) -> RowSet:
     """The prompts of a corpus that a teacher scored, which is admitted whole; its receipt holds no hash of a row."""
     ref = admit.inputs[0]
     path = locate(ref, run, admit)
@@ -150,18 +144,18 @@ def _scored_set(name: str, run: Path, admit: StageManifest, reader: Reader) -> R
         return read_set(name, KeyedFile(plain, partial(chat_rows, source=choice.source), reader.near))
 
 
-def _rows_again(name: str, run: Path, admit: StageManifest, split: str, reader: Reader) -> RowSet:
+def _rows_again(name: str, run: Path, admit: AdmitManifest, split: str, reader: Reader) -> RowSet:
     """All rows that admission read for a split. Raises KilnError where they cannot be had as they were."""
     if admit.previous is not None:
-        return _prepared_set(name, run, read_manifest(run, "prepare"), admit, SPLITS[split], reader)
-    rows = admit.details["rows"]
+        return _prepared_set(name, run, read_manifest(run, PrepareManifest), admit, SPLITS[split], reader)
+    rows = admit.details.rows
     ref = admit.inputs[0]
     settings = load_config(run / "config.resolved.toml").run.admit
-    source = mapped_source(settings.map) if settings.map else reader.plugins.sources.get(rows["shape"])
+    source = mapped_source(settings.map) if settings.map else reader.plugins.sources.get(rows.shape or "")
     with ExitStack() as stack:
         plain = stack.enter_context(open_plain(locate(ref, run, admit), reader.scratch))
         if ref.path == KEPT_ROWS:
-            plain = msgspec.structs.replace(plain, elements=rows["elements"])
+            plain = msgspec.structs.replace(plain, elements=rows.elements)
         elif source.read is not None:
             plain = stack.enter_context(spool_records(source, plain, reader.scratch))
         found = read_set(

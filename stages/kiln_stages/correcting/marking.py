@@ -17,7 +17,8 @@ from kiln_cli.config import LoadedConfig
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.files import write_file
 from kiln_cli.manifests import document, read_document
-from kiln_cli.receipts import StageManifest, TrainReceipt
+from kiln_cli.receipts import TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.text import printable
 from kiln_stages.correcting.admitted import SOURCE, AdmittedCorrection, require_admitted
 from kiln_stages.correcting.store import Store, changing, read_store, store_path
@@ -62,12 +63,12 @@ class Marking(NamedTuple):
         return [] if self.marked is None else [f"corrections: {self.marked.account()}"]
 
 
-def is_of_corrections(admit: StageManifest) -> bool:
+def is_of_corrections(admit: AdmitManifest) -> bool:
     """Whether the rows of an admission are corrections."""
-    return bool(admit.details.get("rows", {}).get("from") == SOURCE)
+    return admit.details.rows.origin == SOURCE
 
 
-def mark_trained(config: LoadedConfig, run: Path, admit: StageManifest, receipt: TrainReceipt) -> Marking | None:
+def mark_trained(config: LoadedConfig, run: Path, admit: AdmitManifest, receipt: TrainReceipt) -> Marking | None:
     """Marks the kept corrections of a successful training; None where its rows are no corrections.
 
     The training is complete whatever happens here, so that a store that is missing, locked or cannot be written is no

@@ -22,13 +22,14 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input, write_file
 from kiln_cli.manifests import document, reference, write_manifest
 from kiln_cli.plugins import Plugins, version
-from kiln_cli.receipts import FileRef, StageManifest
+from kiln_cli.receipts import FileRef
+from kiln_cli.stage_manifests import AdmitDetails, AdmitManifest, RowsRead
 from kiln_cli.terminal import SILENT, Progress, table
 from kiln_cli.text import printable
 from kiln_stages.admitting import fingerprint
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
 from kiln_stages.admitting.special_tokens import require_markers
-from kiln_stages.distilling.admitted import DETAILS, Alignment, scored_corpus
+from kiln_stages.distilling.admitted import Alignment, scored_corpus
 from kiln_stages.distilling.binding import REFUSED, Binding, bind, pinned_teacher
 from kiln_stages.distilling.corpus import (
     RANGE_BYTES,
@@ -119,7 +120,7 @@ def admit_scored(
     workers: int | None = None,
     progress: Progress = SILENT,
     on_fault: OnFault | None = None,
-) -> tuple[StageManifest, bool]:
+) -> tuple[AdmitManifest, bool]:
     """Writes ``admit/corpus.parquet``, its receipt, the same of a held-out corpus, and, last, the manifest; and whether
     nothing changed.
 
@@ -140,7 +141,7 @@ def admit_scored(
     require_markers(contract)
     read = partial(read_scored, contract=contract, workers=workers, progress=progress, on_fault=on_fault)
     admitted = _admit(config, out, read, report=on_fault is not None)
-    manifest = StageManifest(
+    manifest = AdmitManifest(
         stage="admit",
         kiln_version=version(),
         plugins=plugins.loaded(),
@@ -148,10 +149,7 @@ def admit_scored(
         inputs=[_input(each.scored.receipt) for each in admitted],
         outputs=[ref for each in admitted for ref in each.outputs(out)],
         counts={each.split: each.scored.counts for each in admitted},
-        details={
-            **_details(admitted[0].scored, contract),
-            "admitted_sha256": {each.split: each.scored.receipt.scored_corpus_sha256 for each in admitted},
-        },
+        details=_details(contract, admitted),
     )
     write_file(out / "config.resolved.toml", config.resolved_toml(out))
     unchanged = write_manifest(out, manifest, started, config.base_dir).unchanged
@@ -228,7 +226,7 @@ def read_scored(
         return Scored(_receipt(config, binding, tally, stream, size), binding, tally.counts())
 
 
-def account(manifest: StageManifest, out: Path, *, unchanged: bool) -> str:
+def account(manifest: AdmitManifest, out: Path, *, unchanged: bool) -> str:
     """What became of the corpus, for people."""
     corpus, details, counts = scored_corpus(manifest), manifest.details, manifest.counts["corpus"]
     assert corpus is not None, "asked for the manifest of a scored corpus"
@@ -242,7 +240,7 @@ def account(manifest: StageManifest, out: Path, *, unchanged: bool) -> str:
     ]
     lines = [
         f"admit: scored by {printable(teacher.alias)} (revision {teacher.content_revision[:12]}), "
-        f"template {details['template']['name']}, {corpus.top_k} candidates a token",
+        f"template {details.template.name}, {corpus.top_k} candidates a token",
         table(rows),
         f"  token ids: {alignment.proven:,} of {alignment.of:,} are named by the corpus and match",
     ]
@@ -440,13 +438,14 @@ def _input(receipt: ScoredIngestion) -> FileRef:
     )
 
 
-def _details(scored: Scored, contract: Contract) -> dict[str, Any]:
-    receipt, binding = scored.receipt, scored.binding
-    return {
-        DETAILS: msgspec.to_builtins(receipt.corpus()),
-        "config_sections": list(DISTILL_SECTIONS),
-        "rows": {"from": "file", "shape": receipt.source, "packing": "lines", "elements": False},
-        "teacher_tokenizer": binding.tokenizer_config,
-        "vocabulary": binding.vocabulary,
+def _details(contract: Contract, admitted: list[_Admitted]) -> AdmitDetails:
+    receipt, binding = admitted[0].scored.receipt, admitted[0].scored.binding
+    return AdmitDetails(
+        config_sections=list(DISTILL_SECTIONS),
+        rows=RowsRead(origin="file", shape=receipt.source, packing="lines", elements=False),
+        admitted_sha256={each.split: each.scored.receipt.scored_corpus_sha256 for each in admitted},
+        opd=msgspec.to_builtins(receipt.corpus()),
+        teacher_tokenizer=binding.tokenizer_config,
+        vocabulary=binding.vocabulary,
         **contract.details(contract.chat_mode),
-    }
+    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
+from msgspec import UNSET
 
 from kiln_cli.errors import KilnError, not_built
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.text import printable
 from kiln_stages.distilling.identity import TeacherIdentity
-
-DETAILS = "opd"
 
 
 class ScoredBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,25 +39,24 @@ class ScoredCorpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rows_sha256: str
 
 
-def require_conversations(admit: StageManifest, command: str) -> None:
+def require_conversations(admit: AdmitManifest, command: str) -> None:
     """Raises KilnError KLN211 for a command that is not built for the rows of a scored corpus."""
-    if DETAILS in admit.details:
+    if admit.details.opd is not UNSET:
         raise not_built(
             f"{command} for a scored corpus",
             "`kiln validate`, `kiln status`, `kiln report` and `kiln verify-receipt` tell of a distillation",
         )
 
 
-def scored_corpus(admit: StageManifest) -> ScoredCorpus | None:
+def scored_corpus(admit: AdmitManifest) -> ScoredCorpus | None:
     """None for an admission of conversations. Raises KilnError KLN206 for details of another form."""
-    details: Any = admit.details.get(DETAILS)
-    if details is None:
+    if admit.details.opd is UNSET:
         return None
     try:
-        return msgspec.convert(details, ScoredCorpus)
+        return msgspec.convert(admit.details.opd, ScoredCorpus)
     except msgspec.ValidationError as error:
         raise KilnError(
             "KLN206",
-            f"admit_manifest.json: details.{DETAILS}: {printable(error)}",
+            f"admit_manifest.json: details.opd: {printable(error)}",
             hint="run `kiln admit` again",
         ) from None

@@ -13,7 +13,7 @@ import msgspec
 from kiln_cli.config import LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
@@ -25,7 +25,7 @@ from kiln_stages.distilling.rows import PackedScoredRow
 
 
 def require_same_scored_admission(
-    config: LoadedConfig, out: Path, plugins: Plugins, manifest: StageManifest, progress: Progress
+    config: LoadedConfig, out: Path, plugins: Plugins, manifest: AdmitManifest, progress: Progress
 ) -> ScoredIngestion:
     """Reads and judges the whole corpus again, and the held-out one; returns the receipt of the first.
 
@@ -49,7 +49,7 @@ def _again(
     *,
     out: Path,
     contract: Contract,
-    manifest: StageManifest,
+    manifest: AdmitManifest,
     progress: Progress,
     keep: Keep,
     receipt: str,
@@ -59,7 +59,7 @@ def _again(
     label = f"check admission: {split}"
     found = read_scored(config, contract, keep, progress=progress, label=label).receipt
     _require_equal(out / receipt, written, found)
-    expected = manifest.details["admitted_sha256"].get(split)
+    expected = manifest.details.admitted_sha256.get(split)
     if expected != found.scored_corpus_sha256:
         raise KilnError(
             "KLN207",

@@ -15,8 +15,9 @@ import msgspec
 from kiln_cli.config import load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
-from kiln_cli.manifests import content_sha256, locate, manifest_path, parse_manifest, read_document
-from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, FileRef, ManifestRef, StageManifest
+from kiln_cli.manifests import Manifest, content_sha256, locate, manifest_path, parse_manifest, read_document
+from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, FileRef, ManifestRef
+from kiln_cli.stage_manifests import PrepareManifest, StageManifest
 from kiln_cli.text import printable
 from kiln_stages.evidence.digests import Digest
 from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
@@ -56,7 +57,7 @@ def claim(name: str, check: Callable[[], str]) -> Claim:
         return Claim(name, "not checkable here", str(error))
     except KilnError as error:
         return Claim(name, "fails", error.message)
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+    except (msgspec.MsgspecError, LookupError, TypeError, AttributeError, ValueError) as error:  # of another form
         return Claim(name, "fails", f"cannot be read: {printable(f'{type(error).__name__}: {error}')}")
     return Claim(name, "fails" if detail else "holds", detail)
 
@@ -88,17 +89,19 @@ def check_file(ref: FileRef, path: Path, digest: Digest = hash_file) -> str:
     return f"sha256 is {sha256} ({size} bytes), expected {ref.sha256} ({ref.bytes} bytes)"
 
 
-def manifest_claims(run: Path, stage: str, ref: ManifestRef | None) -> Generator[Claim, None, StageManifest | None]:
+def manifest_claims(
+    run: Path, kind: type[Manifest], ref: ManifestRef | None
+) -> Generator[Claim, None, Manifest | None]:
     """The claims about a stage's manifest. As a generator's value: the manifest, where it is here and readable.
 
     ``ref`` is how later evidence names it; None where nothing does (the newest manifest of a run).
     """
-    path = manifest_path(run, stage)
+    path = manifest_path(run, kind.STAGE)
     if not path.exists():
         yield Claim(f"{path.name} is a sound manifest", "not checkable here", f"{path.name} is not here")
         return None
     try:
-        manifest = parse_manifest(path, stage)
+        manifest = parse_manifest(path, kind)
     except KilnError as error:
         yield Claim(f"{path.name} is a sound manifest", "fails", error.message)
         return None
@@ -125,9 +128,9 @@ def file_claims(run: Path, manifest: StageManifest, digest: Digest = hash_file) 
 
 def data_claims(
     run: Path, ref: ManifestRef | None, digest: Digest = hash_file
-) -> Generator[Claim, None, StageManifest | None]:
+) -> Generator[Claim, None, PrepareManifest | None]:
     """The whole of prepare's evidence: manifest, files, and the account of the rows. As a value: the manifest."""
-    manifest = yield from manifest_claims(run, "prepare", ref)
+    manifest = yield from manifest_claims(run, PrepareManifest, ref)
     if manifest is not None:
         yield from file_claims(run, manifest, digest)
         yield claim("rows read = kept + dropped + unused", lambda: _check_account(run))
@@ -136,7 +139,7 @@ def data_claims(
 
 def _check_config(run: Path, manifest: StageManifest) -> str:
     path = require(run / "config.resolved.toml")
-    sections = manifest.details.get("config_sections", [])
+    sections = manifest.details.config_sections
     return differ("digest", load_config(path).sha256(*sections), manifest.config_sha256)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import UNSET
 
 from kiln_cli.manifests import nonzero
-from kiln_cli.receipts import FileRef, IngestionReceipt, StageManifest
+from kiln_cli.receipts import FileRef, IngestionReceipt
+from kiln_cli.stage_manifests import AdmitDetails, AdmitManifest
 from kiln_stages.evidence.markdown import code_span, table_row
 
 # What the Hub calls data sets of fewer rows than the number; the last has no end.
@@ -72,7 +73,7 @@ class Split(NamedTuple):
     receipt: IngestionReceipt
 
 
-def dataset_card(manifest: StageManifest, splits: Sequence[Split]) -> bytes:
+def dataset_card(manifest: AdmitManifest, splits: Sequence[Split]) -> bytes:
     """``README.md`` of the export."""
     kept = sum(split.receipt.rows_kept for split in splits)
     parts = [
@@ -128,7 +129,7 @@ def _front_matter(splits: Sequence[Split], kept: int) -> str:
     )
 
 
-def _rows(manifest: StageManifest, splits: Sequence[Split]) -> str:
+def _rows(manifest: AdmitManifest, splits: Sequence[Split]) -> str:
     """Rows read, refused by reason, and kept, a column a split; then what was left out of rows that were kept."""
     receipts = [split.receipt for split in splits]
     counts = [manifest.counts[split.admitted_as] for split in splits]
@@ -161,24 +162,24 @@ def _rows(manifest: StageManifest, splits: Sequence[Split]) -> str:
 _POLICIES = {"skip": "is counted and left out", "fail": "refuses the file"}
 
 
-def _rendering(details: dict[str, Any]) -> str:
-    template, tools = details["template"], details.get("tools") or {"mode": "native", "prompt": None}
-    prompt = f", by {code_span(tools['prompt'])} ({tools['prompt_sha256']})" if tools["prompt"] else ""
-    cap = "none" if details.get("max_tokens") is None else f"{details['max_tokens']:,}"
-    files = [f"| {code_span(name)} | sha256:{digest} |" for name, digest in details["tokenizer"].items()]
+def _rendering(details: AdmitDetails) -> str:
+    template, tools = details.template, details.tools
+    prompt = f", by {code_span(tools.prompt)} ({tools.prompt_sha256})" if tools.prompt else ""
+    cap = "none" if details.max_tokens is None else f"{details.max_tokens:,}"
+    files = [f"| {code_span(name)} | sha256:{digest} |" for name, digest in details.tokenizer.items()]
     return "\n".join(
         [
             "| | |",
             "|---|---|",
-            f"| chat template | {code_span(template['name'])}, {template['sha256']} |",
-            f"| tools | {code_span(tools['mode'])}{prompt} |",
+            f"| chat template | {code_span(template.name)}, {template.sha256} |",
+            f"| tools | {code_span(tools.mode)}{prompt} |",
             f"| most tokens a row may have | {cap} |",
             *files,
         ]
     )
 
 
-def _evidence(manifest: StageManifest, splits: Sequence[Split]) -> str:
+def _evidence(manifest: AdmitManifest, splits: Sequence[Split]) -> str:
     """What identifies the rows and who made them. The digests are those that ``docs/artifacts.md`` of kiln explains."""
     lines = [
         "`kiln/` holds what `kiln admit` wrote about these rows, byte for byte: its manifest, and for each split a "
@@ -191,7 +192,7 @@ def _evidence(manifest: StageManifest, splits: Sequence[Split]) -> str:
     if (before := manifest.previous) is not None:
         lines.append(f"| {code_span(before.path)} of `kiln prepare` | content {before.content_sha256} |")
     for split in splits:
-        admitted = manifest.details["admitted_sha256"][split.admitted_as]
+        admitted = manifest.details.admitted_sha256[split.admitted_as]
         lines += [
             f"| `{split.path}` | {split.file.bytes:,} bytes, sha256:{split.file.sha256} |",
             f"| {split.name}: kept rows in order | {split.receipt.kept_corpus_sha256} |",

@@ -16,12 +16,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import msgspec
+
 from kiln_cli.config import LoadedConfig
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.manifests import read_ingestion
 from kiln_cli.plugins import Plugins, load_plugins, version
-from kiln_cli.receipts import FileRef, IngestionReceipt, StageManifest, TrainReceipt
+from kiln_cli.receipts import FileRef, IngestionReceipt, TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest, StageManifest
 from kiln_cli.terminal import SILENT
 from kiln_cli.text import printable
 from kiln_stages import prepare
@@ -50,7 +53,7 @@ _COMPARED = ("config_sha256", "counts", "details", "inputs", "outputs")  # of a 
 
 
 def deep_claims(
-    run: Path, receipt: TrainReceipt, admit: StageManifest, prepared: StageManifest | None
+    run: Path, receipt: TrainReceipt, admit: AdmitManifest, prepared: PrepareManifest | None
 ) -> Iterator[Claim]:
     """The claims of ``--deep``. ``prepared``: prepare's manifest, None where there is none or it is not here."""
     base_dir = Path(os.path.normpath(run / str(receipt.produced.get("base_dir", "."))))
@@ -65,7 +68,7 @@ def deep_claims(
         yield from _admit_claims(run, config, plugins, admit, receipt)
 
 
-def _prepare_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: StageManifest) -> Iterator[Claim]:
+def _prepare_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: PrepareManifest) -> Iterator[Claim]:
     with TemporaryDirectory(prefix="kiln-deep-") as scratch:
         again = Path(scratch)
         try:
@@ -107,12 +110,12 @@ def _shown(line: bytes) -> str:
     return printable(line.decode("utf-8", "backslashreplace"))
 
 
-def _check_manifest(written: StageManifest, found: StageManifest) -> str:
+def _check_manifest(written: PrepareManifest, found: PrepareManifest) -> str:
     parts = ((name, getattr(written, name), getattr(found, name)) for name in _COMPARED)
     return "; ".join(filter(None, (compare(name, here, there) for name, here, there in parts)))
 
 
-def _scored_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: StageManifest) -> Iterator[Claim]:
+def _scored_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: AdmitManifest) -> Iterator[Claim]:
     """A scored corpus judged again as a whole: rows, tokens, targets and scores come out as admission wrote them."""
     try:
         found = require_same_scored_admission(config, run, plugins, manifest, SILENT)
@@ -127,7 +130,7 @@ def _scored_claims(run: Path, config: LoadedConfig, plugins: Plugins, manifest: 
 
 
 def _admit_claims(
-    run: Path, config: LoadedConfig, plugins: Plugins, manifest: StageManifest, receipt: TrainReceipt
+    run: Path, config: LoadedConfig, plugins: Plugins, manifest: AdmitManifest, receipt: TrainReceipt
 ) -> Iterator[Claim]:
     with ExitStack() as stack:
         try:
@@ -150,13 +153,15 @@ def _admit_claims(
             ingestion = receipt.data.conversations() if source.split == "corpus" else None
             yield from _split_claims(run, config, manifest, tally, seen, ingestion)
             if held_out is not None and source.split == TRAINED_SPLIT:
-                said, found = manifest.details.get("held_out"), held_out.details(tally.met)
+                said = msgspec.to_builtins(manifest.details).get("held_out")
+                found = msgspec.to_builtins(held_out.details(tally.met))
                 yield claim("held-out rows meet the rows that the manifest says", partial(compare, "met", said, found))
 
 
-def _check_terms(manifest: StageManifest, contract: Contract) -> str:
-    found = contract.details(manifest.details["tools"]["mode"])
-    return compare("details", {name: manifest.details.get(name) for name in found}, found)
+def _check_terms(manifest: AdmitManifest, contract: Contract) -> str:
+    found = msgspec.to_builtins(contract.details(manifest.details.tools.mode))
+    said = msgspec.to_builtins(manifest.details)
+    return compare("details", {name: said[name] for name in found}, found)
 
 
 class Seen(NamedTuple):
@@ -231,7 +236,7 @@ def _trained(row: AdmittedRow) -> set[int]:
 def _split_claims(
     run: Path,
     config: LoadedConfig,
-    manifest: StageManifest,
+    manifest: AdmitManifest,
     tally: Tally,
     seen: Seen,
     ingestion: IngestionReceipt | None,
@@ -264,8 +269,8 @@ def _check_seen(seen: Seen, part: str) -> str:
     return found
 
 
-def _check_digest(manifest: StageManifest, tally: Tally) -> str:
-    said = manifest.details["admitted_sha256"].get(tally.split)
+def _check_digest(manifest: AdmitManifest, tally: Tally) -> str:
+    said = manifest.details.admitted_sha256.get(tally.split)
     return differ("admitted_sha256", said, tally.admitted_sha256())
 
 

@@ -11,8 +11,9 @@ import msgspec
 from kiln_cli.config import RunConfig
 from kiln_cli.distillation import resolve_top_k
 from kiln_cli.errors import KilnError
-from kiln_cli.receipts import EchoBlock, FileRef, OpdBlock, StageManifest, TrainReceipt
-from kiln_stages.distilling.admitted import DETAILS, scored_corpus
+from kiln_cli.receipts import EchoBlock, FileRef, OpdBlock, TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest
+from kiln_stages.distilling.admitted import scored_corpus
 from kiln_stages.distilling.ingestion import RECEIPT, ScoredIngestion, read_scored_ingestion
 from kiln_stages.distilling.lengths import read_lengths
 from kiln_stages.evidence.claims import Claim, check_file, claim, compare, differ, require
@@ -62,7 +63,7 @@ def scored_ingestion(receipt: TrainReceipt) -> ScoredIngestion:
     return msgspec.convert(receipt.data.scored_ingestion, ScoredIngestion)
 
 
-def scored_claims(run: Path, receipt: TrainReceipt, admit: StageManifest, digest: Digest) -> Iterator[Claim]:
+def scored_claims(run: Path, receipt: TrainReceipt, admit: AdmitManifest, digest: Digest) -> Iterator[Claim]:
     """The claims about what admission left of a scored corpus, and about the loss log that the blocks are made of."""
     yield claim(f"{RECEIPT} is the receipt's ingestion", partial(_check_ingestion_file, run, receipt))
     yield claim(
@@ -83,11 +84,11 @@ def _check_ingestion_file(run: Path, receipt: TrainReceipt) -> str:
     return differ("its identity", found.identity(), scored_ingestion(receipt).identity())
 
 
-def _check_admit(receipt: TrainReceipt, admit: StageManifest) -> str:
-    return compare(DETAILS, scored_corpus(admit), scored_ingestion(receipt).corpus())
+def _check_admit(receipt: TrainReceipt, admit: AdmitManifest) -> str:
+    return compare("opd", scored_corpus(admit), scored_ingestion(receipt).corpus())
 
 
-def _check_corpus(run: Path, receipt: TrainReceipt, admit: StageManifest, digest: Digest) -> str:
+def _check_corpus(run: Path, receipt: TrainReceipt, admit: AdmitManifest, digest: Digest) -> str:
     ingestion, rows = scored_ingestion(receipt), _lengths(run, admit.output(CORPUS), digest)
     if len(rows) != ingestion.examples:
         return f"{len(rows)} rows in the corpus, {ingestion.examples} examples in the receipt"
@@ -96,7 +97,7 @@ def _check_corpus(run: Path, receipt: TrainReceipt, admit: StageManifest, digest
     return compare("token_counts", receipt.token_counts, token_counts(rows, times, echo))
 
 
-def _check_held_out(run: Path, receipt: TrainReceipt, admit: StageManifest, digest: Digest) -> str:
+def _check_held_out(run: Path, receipt: TrainReceipt, admit: AdmitManifest, digest: Digest) -> str:
     held = receipt.held_out
     if "heldout" not in [ref.kind for ref in admit.outputs]:
         return differ("held_out", held, None)

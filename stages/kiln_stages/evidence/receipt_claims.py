@@ -14,9 +14,9 @@ import msgspec
 
 from kiln_cli.config import TRAIN_SECTIONS, RunConfig, TrainConfig
 from kiln_cli.identity import Domain, domain_json_sha256, is_hash
-from kiln_cli.manifests import MANIFEST_NAMES
 from kiln_cli.plugins import DISTRIBUTION
 from kiln_cli.receipts import FAILURE_REASONS, TrainReceipt
+from kiln_cli.stage_manifests import MANIFEST_NAMES
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, Unavailable, claim, compare, differ
 from kiln_stages.evidence.distillation_claims import distillation_faults

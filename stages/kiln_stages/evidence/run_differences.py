@@ -19,7 +19,8 @@ from kiln_cli.config import load_config
 from kiln_cli.files import open_input
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt, require_unchanged
-from kiln_cli.receipts import StageManifest, TrainReceipt
+from kiln_cli.receipts import TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest
 from kiln_stages.admitting.corpus import AdmittedRow, read_corpus
 from kiln_stages.admitting.incoming import prepared_rows
 from kiln_stages.distilling.admitted import scored_corpus
@@ -148,7 +149,7 @@ def resume_between(left: Path, right: Path) -> ResumeAnswer:
 
 
 def _placed(run: Path) -> dict[_Key, _Placed]:
-    admit = read_manifest(run, "admit")
+    admit = read_manifest(run, AdmitManifest)
     seen: Counter[str] = Counter()
     found: dict[_Key, _Placed] = {}
     for placed in [*_admitted_rows(run, admit), *_test_rows(run, admit)]:
@@ -157,14 +158,14 @@ def _placed(run: Path) -> dict[_Key, _Placed]:
     return found
 
 
-def _admitted_rows(run: Path, admit: StageManifest) -> Iterator[_Placed]:
+def _admitted_rows(run: Path, admit: AdmitManifest) -> Iterator[_Placed]:
     for ref in admit.outputs:
         if ref.kind in SPLITS:
             for place, row in enumerate(_rows_of(run / ref.path, admit), start=1):
                 yield _Placed(ref.kind, place, row.row_sha256, row.example_id, row)
 
 
-def _rows_of(path: Path, admit: StageManifest) -> Iterable[AdmittedRow]:
+def _rows_of(path: Path, admit: AdmitManifest) -> Iterable[AdmittedRow]:
     """The rows of a corpus. Scored ones have no ids, and another hash where the teacher's scores are others."""
     if scored_corpus(admit) is None:
         return read_corpus(path)
@@ -181,12 +182,12 @@ def _rows_of(path: Path, admit: StageManifest) -> Iterable[AdmittedRow]:
     )
 
 
-def _test_rows(run: Path, admit: StageManifest) -> Iterator[_Placed]:
+def _test_rows(run: Path, admit: AdmitManifest) -> Iterator[_Placed]:
     if admit.previous is None:  # rows of a file have no splits
         return
-    require_unchanged(read_manifest(run, "prepare").output(TEST_ROWS), run / TEST_ROWS, "data_manifest.json")
+    require_unchanged(read_manifest(run, PrepareManifest).output(TEST_ROWS), run / TEST_ROWS, "data_manifest.json")
     with open_input(run / TEST_ROWS) as stream:
-        rows = prepared_rows(json_lines(LineReader(stream, hashed=False)), admit.details["tools"]["mode"])
+        rows = prepared_rows(json_lines(LineReader(stream, hashed=False)), admit.details.tools.mode)
         for place, row in enumerate(rows, start=1):
             yield _Placed("test", place, row.sha256(), row.example_id, None)
 
@@ -249,7 +250,7 @@ def _receipt(run: Path) -> TrainReceipt | None:
 
 
 def _versions(run: Path) -> dict[str, Any]:
-    admit, receipt = read_manifest(run, "admit"), _receipt(run)
+    admit, receipt = read_manifest(run, AdmitManifest), _receipt(run)
     said: dict[str, Any] = {
         "admit": {"kiln": admit.kiln_version, "plugins": {each.distribution: each.version for each in admit.plugins}}
     }

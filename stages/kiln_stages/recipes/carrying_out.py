@@ -18,6 +18,7 @@ from kiln_cli.files import FS, run_lock, write_file, writing
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import document, read_manifest
 from kiln_cli.plugins import Plugins, version
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
 from kiln_stages import admit, export, resume, train
@@ -155,7 +156,7 @@ class _CarryingOut:
             receipt = self.found[placed.step.name].receipt
             assert receipt is not None, "it is done"
             with run_lock(placed.run, "kiln recipe run"):
-                marking = mark_trained(placed.config, placed.run, read_manifest(placed.run, "admit"), receipt)
+                marking = mark_trained(placed.config, placed.run, read_manifest(placed.run, AdmitManifest), receipt)
         return StepEnd(
             name=placed.step.name,
             number=number,

@@ -18,7 +18,8 @@ from kiln_cli.files import hash_file
 from kiln_cli.identity import sha256_hex
 from kiln_cli.manifests import RECEIPT_NAME, manifest_path, read_manifest, read_receipt
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import FileRef, StageManifest, TrainReceipt
+from kiln_cli.receipts import FileRef, TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_stages.admitting.contract import load_terms
 from kiln_stages.contamination.held_out import open_held_out_again
 from kiln_stages.distilling.admitted import scored_corpus
@@ -83,7 +84,7 @@ class Standings:
 
     def _of_training(self, training: Training, before: dict[str, Standing]) -> Standing:
         config, run = training.config, training.run
-        admit = read_manifest(run, "admit") if manifest_path(run, "admit").exists() else None
+        admit = read_manifest(run, AdmitManifest) if manifest_path(run, "admit").exists() else None
         begun = read_training(run / "train")
         receipt = read_receipt(run / RECEIPT_NAME) if (run / RECEIPT_NAME).exists() else None
         if receipt is not None and receipt.status != "success":
@@ -115,14 +116,14 @@ class Standings:
             return Standing(state="unfinished", rows_kept=kept)
         return Standing(state="done", receipt=receipt, rows_kept=kept)
 
-    def _admission_changes(self, training: Training, admit: StageManifest | None) -> list[Changed]:
+    def _admission_changes(self, training: Training, admit: AdmitManifest | None) -> list[Changed]:
         if admit is None:
             return [Changed("admit_manifest.json", ABSENT, "of this step")]
         files, choice = load_terms(training.config, self._plugins)
         found = _differing(
-            ("settings of admission", admit.config_sha256, training.config.sha256(*admit.details["config_sections"])),
-            ("chat template", admit.details["template"]["sha256"], choice.sha256),
-            ("tokenizer files", admit.details["tokenizer"], files.file_digests()),
+            ("settings of admission", admit.config_sha256, training.config.sha256(*admit.details.config_sections)),
+            ("chat template", admit.details.template.sha256, choice.sha256),
+            ("tokenizer files", admit.details.tokenizer, files.file_digests()),
         )
         if not training.keeps_its_rows:
             found += _differing(("rows", [ref.sha256 for ref in admit.inputs], [_rows_sha256(training)]))
@@ -131,7 +132,7 @@ class Standings:
             found += _differing(("teacher's revision", scored.teacher.content_revision, pinned))
         return found or self._held_out_changes(training, admit)
 
-    def _held_out_changes(self, training: Training, admit: StageManifest) -> list[Changed]:
+    def _held_out_changes(self, training: Training, admit: AdmitManifest) -> list[Changed]:
         """Rows that no row of the step may meet; with others, other rows of the step might be refused."""
         try:
             open_held_out_again(training.config, training.run, self._plugins, admit)

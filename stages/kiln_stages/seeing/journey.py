@@ -12,8 +12,8 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import locate
-from kiln_cli.receipts import StageManifest
 from kiln_cli.records import Record
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest
 from kiln_stages.preparing.emit import Rejected
 from kiln_stages.reading.sources import json_lines
 from kiln_stages.reading.transports import Plain, open_plain
@@ -136,7 +136,7 @@ AnyRow = RawRow | EvidenceRow
 class PreparedRun:
     """A run whose rows went through prepare, with its raw files opened again. ``admit`` is None before admission."""
 
-    def __init__(self, run: Path, prepare: StageManifest, admit: StageManifest | None, files: list[RawFile]) -> None:
+    def __init__(self, run: Path, prepare: PrepareManifest, admit: AdmitManifest | None, files: list[RawFile]) -> None:
         self._run = run
         self._prepare = prepare
         self._stale = ""
@@ -258,7 +258,7 @@ class PreparedRun:
         return _train_part(self._run, self._admit, row) if self._admit is not None and row is not None else None
 
 
-def find_given(run: Path, admit: StageManifest, selector: Selector) -> Found:
+def find_given(run: Path, admit: AdmitManifest, selector: Selector) -> Found:
     """The rows of a run whose admission read a file. Raises KilnError KLN106 and KLN201 as ``select`` does."""
     searched = [f"{row.path}: the lines, row numbers, hashes and ids of all rows" for row in admit.inputs]
     rows, count = select(selector, trail.offered_rows(run, admit), searched)
@@ -318,7 +318,7 @@ def _prepare_part(drop: Rejected | None, example: Example | None, first: FirstRo
     return PreparePart(outcome="kept", split=example.split, number=example.number, pair_of=example.source_example_id)
 
 
-def _admit_part(run: Path, admit: StageManifest, row: Offered) -> AdmitPart:
+def _admit_part(run: Path, admit: AdmitManifest, row: Offered) -> AdmitPart:
     if row.fault is not None:
         return AdmitPart(
             outcome="rejected",
@@ -341,7 +341,7 @@ def _admit_part(run: Path, admit: StageManifest, row: Offered) -> AdmitPart:
     )
 
 
-def _train_part(run: Path, admit: StageManifest, row: Offered) -> TrainPart | None:
+def _train_part(run: Path, admit: AdmitManifest, row: Offered) -> TrainPart | None:
     """None for a rejected row. Raises KilnError KLN207 where the log and the order of the epochs disagree."""
     if row.place is None:
         return None
@@ -366,7 +366,7 @@ def _train_part(run: Path, admit: StageManifest, row: Offered) -> TrainPart | No
     return TrainPart(outcome="trained", adapter=training.adapter, steps=steps)
 
 
-def _given_parts(run: Path, admit: StageManifest, rows: list[Offered]) -> dict[int, RawPart]:
+def _given_parts(run: Path, admit: AdmitManifest, rows: list[Offered]) -> dict[int, RawPart]:
     """The places of rows of a given file, by row number."""
     (ref,) = admit.inputs
     wanted = {row.row_index for row in rows}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,8 +15,9 @@ from kiln_cli.files import hash_file
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import locate
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import FileRef, StageManifest
+from kiln_cli.receipts import FileRef
 from kiln_cli.records import Record
+from kiln_cli.stage_manifests import PrepareManifest, RawDataset
 from kiln_stages.preparing.screening import POSITIONAL, Screen, raw_sha256
 from kiln_stages.reading.sources import STDIN, json_lines, open_rows
 from kiln_stages.reading.transports import Plain
@@ -81,20 +81,18 @@ class RawFile(msgspec.Struct, frozen=True, kw_only=True):
                 yield RawRow(self, record, chat_hash)
 
 
-def open_raw_files(run: Path, prepare: StageManifest, plugins: Plugins, stack: ExitStack) -> list[RawFile]:
+def open_raw_files(run: Path, prepare: PrepareManifest, plugins: Plugins, stack: ExitStack) -> list[RawFile]:
     """The raw files of a run, root first. One that is gone or is not what prepare read has its ``fault`` set."""
-    pairs = zip(prepare.inputs, prepare.details["datasets"], strict=True)
+    pairs = zip(prepare.inputs, prepare.details.datasets, strict=True)
     return [_open(ref, entry, locate(ref, run, prepare), plugins, run, stack) for ref, entry in pairs]
 
 
-def _open(
-    ref: FileRef, entry: dict[str, Any], path: Path, plugins: Plugins, scratch: Path, stack: ExitStack
-) -> RawFile:
-    named = RawFile(path=ref.path, language=entry["language"], dataset_id=entry["dataset_id"])
+def _open(ref: FileRef, entry: RawDataset, path: Path, plugins: Plugins, scratch: Path, stack: ExitStack) -> RawFile:
+    named = RawFile(path=ref.path, language=entry.language, dataset_id=entry.dataset_id)
     if ref.path == STDIN:
         return msgspec.structs.replace(named, fault="it was standard input, which is not kept")
     try:
-        plain, choice = stack.enter_context(open_rows(path, entry["source"], plugins.sources, "tool_calls", scratch))
+        plain, choice = stack.enter_context(open_rows(path, entry.source, plugins.sources, "tool_calls", scratch))
         sha256 = plain.sha256 or hash_file(path)[0]
     except KilnError as error:
         return msgspec.structs.replace(named, fault=error.message)

@@ -21,7 +21,7 @@ from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import read_manifest
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import CONTAMINATED, RejectedDetail
 from kiln_stages.admitting.contract import Contract, build_contract, load_terms
@@ -72,7 +72,7 @@ class Admitted(msgspec.Struct, frozen=True):
 
     run: Path
     config: LoadedConfig
-    manifest: StageManifest
+    manifest: AdmitManifest
     contract: Contract
     inputs: dict[str, RowsInput]
 
@@ -92,7 +92,7 @@ def read_row(source: RowsInput, row_index: int) -> IncomingRow:
 def open_admitted(run: Path, plugins: Plugins, stack: ExitStack) -> Admitted:
     """Raises KilnError KLN206 where the run was not admitted, KLN207 where something differs from its manifest, and as
     admission does for model files and templates that are missing."""
-    manifest = read_manifest(run, "admit")
+    manifest = read_manifest(run, AdmitManifest)
     require_conversations(manifest, "kiln inspect")
     config = load_config(run / "config.resolved.toml")
     contract = build_contract(config, load_terms(config, plugins))
@@ -161,14 +161,15 @@ def tools_mode(contract: Contract, *, prepared: bool) -> ToolsMode:
     return contract.prepared_mode if prepared else contract.chat_mode
 
 
-def _require_same(manifest: StageManifest, contract: Contract) -> None:
+def _require_same(manifest: AdmitManifest, contract: Contract) -> None:
     """Raises KilnError KLN207 naming the first thing that is not as the manifest says."""
-    was = manifest.details
-    for name, now in contract.details(tools_mode(contract, prepared=manifest.previous is not None)).items():
-        if was.get(name) != now:
+    was = msgspec.to_builtins(manifest.details)
+    found = contract.details(tools_mode(contract, prepared=manifest.previous is not None))
+    for name, now in msgspec.to_builtins(found).items():
+        if was[name] != now:
             raise KilnError(
                 "KLN207",
-                f"the {name} changed after admit_manifest.json was written: {_change(was.get(name), now)}",
+                f"the {name} changed after admit_manifest.json was written: {_change(was[name], now)}",
                 hint="restore it, or run `kiln admit` again",
             )
 

@@ -12,7 +12,7 @@ from kiln_cli.config import TRAIN_SECTIONS, load_config
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input
 from kiln_cli.manifests import damaged, read_document, require_unchanged
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest, StageManifest
 from kiln_cli.text import printable
 from kiln_stages.admitting.admission import RejectedDetail
 from kiln_stages.preparing.emit import Rejected
@@ -66,12 +66,12 @@ class _Named(msgspec.Struct):
     source_example_id: str | None
 
 
-def rejected_rows(run: Path, prepare: StageManifest) -> Iterator[Rejected]:
+def rejected_rows(run: Path, prepare: PrepareManifest) -> Iterator[Rejected]:
     """The rows that prepare dropped, as ``data/rejected.jsonl`` has them."""
     yield from _lines(run, prepare, "data/rejected.jsonl", Rejected)
 
 
-def examples(run: Path, prepare: StageManifest, wanted: Collection[str] | None = None) -> Iterator[Example]:
+def examples(run: Path, prepare: PrepareManifest, wanted: Collection[str] | None = None) -> Iterator[Example]:
     """The prepared examples with one of these ids, or all of them."""
     for split in SPLITS:
         for number, found in enumerate(_lines(run, prepare, f"data/{split}.jsonl", _Named), start=1):
@@ -79,7 +79,7 @@ def examples(run: Path, prepare: StageManifest, wanted: Collection[str] | None =
                 yield Example(split, number, found.example_id, found.language, found.source_example_id)
 
 
-def offered_rows(run: Path, admit: StageManifest) -> Iterator[Offered]:
+def offered_rows(run: Path, admit: AdmitManifest) -> Iterator[Offered]:
     """Every row that admission read: of each split the kept ones in order, then the rejected ones."""
     paths = dict(zip(admit.counts, (ref.path for ref in admit.inputs), strict=True))
     for split, path in paths.items():
@@ -106,7 +106,7 @@ def offered_rows(run: Path, admit: StageManifest) -> Iterator[Offered]:
         )
 
 
-def tokens_of(run: Path, admit: StageManifest, row: Offered) -> tuple[list[int], list[tuple[int, int]]]:
+def tokens_of(run: Path, admit: AdmitManifest, row: Offered) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids and label spans of a kept row."""
     assert row.place is not None
     table = _narrow(run, admit, row.split).select("input_ids", "label_spans").slice(row.place, 1).collect()
@@ -114,7 +114,7 @@ def tokens_of(run: Path, admit: StageManifest, row: Offered) -> tuple[list[int],
     return ids, list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def all_tokens(run: Path, admit: StageManifest, split: str) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+def all_tokens(run: Path, admit: AdmitManifest, split: str) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
     """Ids and label spans of every kept row of a split, in order."""
     for ids, edges in _narrow(run, admit, split).select("input_ids", "label_spans").collect().iter_rows():
         yield ids, list(zip(edges[::2], edges[1::2], strict=True))
@@ -129,7 +129,7 @@ class Training(NamedTuple):
     epochs: int | None
 
 
-def training_of(run: Path, admit: StageManifest) -> Training | None:
+def training_of(run: Path, admit: AdmitManifest) -> Training | None:
     """None where nothing was trained. Seed and epochs are known while the run's config is that of the training."""
     path = run / "train" / "training.json"
     if not path.exists():
@@ -179,7 +179,7 @@ def planned_steps(training: Training, place: int, rows: int) -> list[int]:
     return [epoch * rows + epoch_order(training.seed, epoch, rows).index(place) + 1 for epoch in epochs]
 
 
-def _narrow(run: Path, admit: StageManifest, split: str) -> Any:
+def _narrow(run: Path, admit: AdmitManifest, split: str) -> Any:
     """A corpus as a lazy table: nothing is read before it is asked for."""
     import polars as pl
 
@@ -205,7 +205,7 @@ def _decode(path: Path, line: bytes, kind: type[Any]) -> Any:
 
 
 def find_rejected(
-    run: Path, prepare: StageManifest, keys: Iterable[tuple[str, int]]
+    run: Path, prepare: PrepareManifest, keys: Iterable[tuple[str, int]]
 ) -> dict[tuple[str, int], Rejected]:
     """The dropped rows among some, by language and row number."""
     wanted = set(keys)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
-from kiln_cli.receipts import IngestionReceipt, ReceiptData, StageManifest
-from kiln_stages.distilling.admitted import DETAILS
+from kiln_cli.receipts import IngestionReceipt, ReceiptData
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_stages.distilling.ingestion import ScoredIngestion
 from kiln_stages.evidence.training_data import training_data
 from kiln_stages.training.kinds import OPD, SFT, Kind
@@ -76,6 +77,6 @@ def corpus_of(data: ReceiptData) -> Corpus:
     raise ValueError("data has not exactly one of sft_ingestion and scored_ingestion")
 
 
-def admitted_kind(admit: StageManifest) -> Kind:
+def admitted_kind(admit: AdmitManifest) -> Kind:
     """The kind of training that the rows of an admission are for."""
-    return OPD if DETAILS in admit.details else SFT
+    return OPD if admit.details.opd is not UNSET else SFT

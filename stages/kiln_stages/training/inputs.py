@@ -13,7 +13,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.extensions import Loss, LossFunction
 from kiln_cli.manifests import read_manifest, require_unchanged
 from kiln_cli.plugins import Plugins, version
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest, StageManifest
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
 from kiln_stages.admitting.contract import Terms, load_terms
@@ -38,7 +38,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
     config: LoadedConfig
     out: Path
-    admit: StageManifest
+    admit: AdmitManifest
     corpus: Corpus
     rows: Sequence[TrainRow]
     held_out: Sequence[TrainRow]
@@ -97,8 +97,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
                 **self.corpus.identities(),
                 "kiln_train_version": version(),
                 "plugins": {p.distribution: p.version for p in self.plugins.loaded()},
-                "template": self.admit.details.get("template"),
-                "tokenizer": self.admit.details.get("tokenizer"),
+                "template": msgspec.to_builtins(self.admit.details.template),
+                "tokenizer": self.admit.details.tokenizer,
             },
         )
 
@@ -134,7 +134,7 @@ def read_inputs(config: LoadedConfig, out: Path, plugins: Plugins, progress: Pro
     another receipt, KLN203 for `heldout_interval` without held-out rows, KLN212 for a loss that no plugin has, KLN302
     for missing model files.
     """
-    admit = read_manifest(out, "admit")
+    admit = read_manifest(out, AdmitManifest)
     _require_settings(config, admit, out)
     _require_held_out(config, admit, out)
     plugins.losses.get(config.run.train.loss)  # a name that is unknown need not wait for the rows
@@ -170,15 +170,15 @@ def read_base(config: LoadedConfig) -> BaseAdapter | None:
 
 
 def _admitted_again(
-    config: LoadedConfig, out: Path, plugins: Plugins, admit: StageManifest, progress: Progress
+    config: LoadedConfig, out: Path, plugins: Plugins, admit: AdmitManifest, progress: Progress
 ) -> Corpus:
     if admitted_kind(admit) is OPD:
         return Corpus(require_same_scored_admission(config, out, plugins, admit, progress))
     ingestion = require_same_admission(config, out, plugins, admit, progress)
-    return Corpus(ingestion, admit.details["rows"].get("provenance"))
+    return Corpus(ingestion, admit.details.rows.provenance or None)
 
 
-def read_rows(out: Path, admit: StageManifest) -> tuple[Sequence[TrainRow], Sequence[TrainRow]]:
+def read_rows(out: Path, admit: AdmitManifest) -> tuple[Sequence[TrainRow], Sequence[TrainRow]]:
     """The rows to train on, and those held out. Raises KilnError KLN206 or KLN207 for files that are not admit's."""
     held_out = _has(admit, HELD_OUT)
     if admitted_kind(admit) is OPD:
@@ -190,11 +190,11 @@ def train_row(row: AdmittedRow) -> TrainRow:
     return TrainRow(row.row_index, row.row_sha256, row.input_ids, row.label_spans)
 
 
-def _read_rows(out: Path, admit: StageManifest, split: str) -> list[TrainRow]:
+def _read_rows(out: Path, admit: AdmitManifest, split: str) -> list[TrainRow]:
     name = f"admit/{split}.parquet"
     path = out / name
     rows = read_corpus(path)
-    found, expected = admitted_sha256(rows), admit.details.get("admitted_sha256", {}).get(split)
+    found, expected = admitted_sha256(rows), admit.details.admitted_sha256.get(split)
     if found != expected:
         raise KilnError(
             "KLN207",
@@ -208,9 +208,9 @@ def _has(manifest: StageManifest, path: str) -> bool:
     return any(ref.path == path for ref in manifest.outputs)
 
 
-def _require_settings(config: LoadedConfig, admit: StageManifest, out: Path) -> None:
+def _require_settings(config: LoadedConfig, admit: AdmitManifest, out: Path) -> None:
     """What admit read of the config must still be what the config says, or the receipt would tell of another run."""
-    sections = admit.details.get("config_sections", [])
+    sections = admit.details.config_sections
     found = config.sha256(*sections)
     if found != admit.config_sha256:
         names = " and ".join(f"[{name}]" for name in sections)
@@ -221,7 +221,7 @@ def _require_settings(config: LoadedConfig, admit: StageManifest, out: Path) -> 
         )
 
 
-def _require_held_out(config: LoadedConfig, admit: StageManifest, out: Path) -> None:
+def _require_held_out(config: LoadedConfig, admit: AdmitManifest, out: Path) -> None:
     """An interval that nothing could be measured at would be a setting without effect."""
     interval = config.run.train.heldout_interval
     if interval is not None and not _has(admit, HELD_OUT):

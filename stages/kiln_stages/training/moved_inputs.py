@@ -15,7 +15,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.manifests import read_ingestion, read_manifest
 from kiln_cli.plugins import Plugins
-from kiln_cli.receipts import StageManifest
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_stages.admitting.contract import load_terms
 from kiln_stages.admitting.corpus import read_corpus
 from kiln_stages.admitting.tally import RECEIPTS
@@ -50,14 +50,14 @@ def refuse_with_all_differences(
 
 
 def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> Inputs:
-    admit = read_manifest(out, "admit")
+    admit = read_manifest(out, AdmitManifest)
     terms = load_terms(config, plugins)
     files, choice = terms
-    here = {"template": {"name": choice.name, "sha256": choice.sha256}, "tokenizer": files.file_digests()}
+    here = msgspec.structs.replace(admit.details, template=choice.used(), tokenizer=files.file_digests())
     return Inputs(
         config=config,
         out=out,
-        admit=msgspec.structs.replace(admit, details=admit.details | here),
+        admit=msgspec.structs.replace(admit, details=here),
         corpus=_corpus_as_it_is(config, out, admit),
         rows=_rows_as_they_are(out, admit),
         held_out=[],
@@ -69,12 +69,12 @@ def _inputs_as_they_are(config: LoadedConfig, out: Path, plugins: Plugins) -> In
     )
 
 
-def _rows_as_they_are(out: Path, admit: StageManifest) -> Sequence[TrainRow]:
+def _rows_as_they_are(out: Path, admit: AdmitManifest) -> Sequence[TrainRow]:
     path = out / CORPUS
     return ScoredTrainRows(path) if admitted_kind(admit) is OPD else [train_row(row) for row in read_corpus(path)]
 
 
-def _corpus_as_it_is(config: LoadedConfig, out: Path, admit: StageManifest) -> Corpus:
+def _corpus_as_it_is(config: LoadedConfig, out: Path, admit: AdmitManifest) -> Corpus:
     """The receipt of the admission, with the settings, the file and the teacher of now."""
     if admitted_kind(admit) is not OPD:
         written = read_ingestion(out / RECEIPTS["corpus"])

@@ -252,8 +252,7 @@ def finish(
             loss_before=before.mean_per_token,
             loss_after=after.mean_per_token,
         )
-    template: dict[str, Any] = inputs.admit.details.get("template", {})
-    tokenizer = write_tokenizer(inputs.terms, template, adapter.path, inputs.out)
+    tokenizer = write_tokenizer(inputs.terms, inputs.admit.details.template, adapter.path, inputs.out)
     receipt = describe(trainer, inputs.evidence(), adapter, held)
     if prompts := inputs.config.run.train.smoke_prompts:
         receipt.adapter_smoke_test = smoke_test(trainer.model, adapter.path, inputs.config.model_dir(), prompts)

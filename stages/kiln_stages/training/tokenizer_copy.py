@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from kiln_cli.errors import KilnError
 from kiln_cli.files import write_file
 from kiln_cli.manifests import reference
 from kiln_cli.receipts import FileRef
+from kiln_cli.stage_manifests import TemplateUsed
 from kiln_stages.admitting.contract import Terms
 from kiln_stages.admitting.model_files import tokenizer_settings
 
@@ -21,16 +21,16 @@ from kiln_stages.admitting.model_files import tokenizer_settings
 KINDS = {"chat_template.jinja": "chat_template", "tokenizer.json": "tokenizer", "tokenizer_config.json": "tokenizer"}
 
 
-def write_tokenizer(terms: Terms, admitted: dict[str, Any], adapter: Path, out: Path) -> list[FileRef]:
-    """Writes the three files into the adapter's folder. ``admitted``: the template in the details of admission.
+def write_tokenizer(terms: Terms, admitted: TemplateUsed, adapter: Path, out: Path) -> list[FileRef]:
+    """Writes the three files into the adapter's folder. ``admitted``: the template of the admission.
 
     Raises KilnError KLN207 for a template that is no longer the admitted one.
     """
-    if terms.choice.sha256 != admitted.get("sha256"):
+    if terms.choice.sha256 != admitted.sha256:
         raise KilnError(
             "KLN207",
             f"the chat template {terms.choice.name} changed after `kiln admit`: {terms.choice.sha256}, "
-            f"expected {admitted.get('sha256')}",
+            f"expected {admitted.sha256}",
             hint="run `kiln admit` again",
         )
     settings = json.dumps(tokenizer_settings(terms.files.directory), ensure_ascii=False, indent=2, sort_keys=True)

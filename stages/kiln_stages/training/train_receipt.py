@@ -15,13 +15,8 @@ from kiln_cli.files import hash_file
 from kiln_cli.identity import Domain
 from kiln_cli.manifests import manifest_reference
 from kiln_cli.plugins import DISTRIBUTION, Plugins, version
-from kiln_cli.receipts import (
-    CheckpointRef,
-    FileRef,
-    Held,
-    StageManifest,
-    TrainReceipt,
-)
+from kiln_cli.receipts import CheckpointRef, FileRef, Held, TrainReceipt
+from kiln_cli.stage_manifests import AdmitManifest
 from kiln_stages.admitting.model_files import tokenizer_identity
 from kiln_stages.distilling.ingestion import ScoredIngestion
 from kiln_stages.distilling.lengths import read_lengths
@@ -43,7 +38,7 @@ class Evidence(NamedTuple):
 
     config: LoadedConfig
     out: Path
-    admit: StageManifest
+    admit: AdmitManifest
     corpus: Corpus
     rows: Sequence[TrainRow]
     shards: list[Shard]
@@ -107,7 +102,7 @@ def _describe(trainer: Trainer | None, evidence: Evidence, steps: int) -> TrainR
         execution=_execution(trainer) if trainer is not None else None,
         config=msgspec.to_builtins(settings),
         config_sha256=evidence.config.sha256(*TRAIN_SECTIONS),
-        previous=manifest_reference(evidence.out, "admit"),
+        previous=manifest_reference(evidence.out, AdmitManifest),
         inputs=[ref for ref in evidence.admit.outputs if ref.kind in ("corpus", "heldout")],
         outputs=[_file(log, evidence.out, "metrics", rows=steps)] if logged else [],
         checkpoints=[
