@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from kiln_cli.chat import TEXT_PARTS, ChatRow, misfit
+from kiln_cli.counting import counted
 from kiln_cli.errors import RowFault
 from kiln_cli.strict_json import MAX_DEPTH, WIDE_FROM, WideDouble
 
@@ -121,7 +122,11 @@ def _tree(source: str) -> Any:
         else:
             break
     if rest := source[at:].strip(_SPACE):
-        raise _fault("trailing_data", f"{len(rest)} characters behind the value", offset=_byte(source, at))
+        raise _fault(
+            "trailing_data",
+            counted(len(rest), "character", "characters") + " behind the value",
+            offset=_byte(source, at),
+        )
     return value
 
 
@@ -173,7 +178,7 @@ def _fields(node: Any, names: tuple[str, ...], at: str, prefix: str, ignored: se
     """The known fields of a struct, from an object or from an array of them in order."""
     if type(node) is list:
         if len(node) > len(names):
-            raise _fault("trailing_data", f"{len(node)} elements for {len(names)} fields", at)
+            raise _fault("trailing_data", f"{len(node)} elements for {counted(len(names), 'field', 'fields')}", at)
         return dict(zip(names, node, strict=False))
     if type(node) is not _Pairs:
         raise misfit(at, "an object", _sample(node), word="wrong_type" if at else "row_not_object")

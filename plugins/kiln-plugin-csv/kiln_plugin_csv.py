@@ -52,7 +52,7 @@ def parse(text: bytes | None, header: list[str]) -> dict[str, str]:
     except (UnicodeDecodeError, csv.Error, ValueError) as error:
         return {FAULT: f"no CSV row: {error}"}
     if len(fields) != len(header):
-        return {FAULT: f"{len(fields)} fields, the header has {len(header)}"}
+        return {FAULT: f"fields: {len(fields)}, in the header: {len(header)}"}
     return dict(zip(header, fields, strict=True))
 
 

@@ -10,6 +10,7 @@ import msgspec
 from kiln_cli import ChatRow, RowFault, Source, hookimpl
 from kiln_cli.chat import misfit
 from kiln_cli.chat_fields import chat_row, text
+from kiln_cli.counting import counted
 from kiln_cli.prepared_chat import native_row
 from kiln_cli.records import PREPARED_SCHEMA, Call, PreparedExample, Tool
 from kiln_cli.text import printable
@@ -72,7 +73,7 @@ def _history(value: object) -> list[dict[str, Any]]:
     messages = []
     for index, pair in enumerate(value):
         if not isinstance(pair, list) or len(pair) != 2:
-            found = f"{len(pair)} entries" if isinstance(pair, list) else "no array"
+            found = counted(len(pair), "entry", "entries") if isinstance(pair, list) else "no array"
             detail = f"wrong_type: expected a pair of question and answer, found {found}"
             raise RowFault("invalid_json", detail, f"/history/{index}")
         asked, answered = (text(item, f"/history/{index}/{place}") for place, item in enumerate(pair))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kiln_cli import Candidate, DropReason, hookimpl
+from kiln_cli.counting import counted
 from kiln_cli.strict_json import type_name
 
 if TYPE_CHECKING:
@@ -48,13 +49,17 @@ def missing_answers(candidate: Candidate, limits: DataConfig) -> str | None:
 # The query, stripped, has fewer code points than min_query_chars.
 def query_too_short(candidate: Candidate, limits: DataConfig) -> str | None:
     length = len(candidate.query)
-    return f"{length} characters, at least {limits.min_query_chars}" if length < limits.min_query_chars else None
+    if length >= limits.min_query_chars:
+        return None
+    return f"{counted(length, 'character', 'characters')}, at least {limits.min_query_chars}"
 
 
 # The query, stripped, has more code points than max_query_chars.
 def query_too_long(candidate: Candidate, limits: DataConfig) -> str | None:
     length = len(candidate.query)
-    return f"{length} characters, at most {limits.max_query_chars}" if length > limits.max_query_chars else None
+    if length <= limits.max_query_chars:
+        return None
+    return f"{counted(length, 'character', 'characters')}, at most {limits.max_query_chars}"
 
 
 # The tools string is not JSON by the strict contract.
@@ -119,7 +124,7 @@ def invalid_answer_shape(candidate: Candidate, limits: DataConfig) -> str | None
 # The answers hold more calls than max_calls (1 by default): a decision about scope, not about quality.
 def multi_call_answer(candidate: Candidate, limits: DataConfig) -> str | None:
     calls = len(candidate.answers.value)
-    return f"{calls} calls, at most {limits.max_calls}" if calls > limits.max_calls else None
+    return f"{counted(calls, 'call', 'calls')}, at most {limits.max_calls}" if calls > limits.max_calls else None
 
 
 def _name_fault(value: dict[str, Any]) -> str | None:

@@ -254,8 +254,12 @@ def account(result: AdmitResult, out: Path) -> str:
             lines.append("  a byte-order mark at the start of the file is stepped over")
         if counts["blank_lines"]:
             lines.append(f"  blank lines: {counts['blank_lines']}, which are no rows")
-        lines += [f"  ignored field {name}: {count} rows" for name, count in counts["ignored_fields"].items()]
-        lines += [f"  template: {printable(note)}: {count} rows" for note, count in counts["template_notes"].items()]
+        lines += [
+            f"  ignored field {name}: {counted(count, 'row', 'rows')}"
+            for name, count in counts["ignored_fields"].items()
+        ]
+        for note, count in counts["template_notes"].items():
+            lines.append(f"  template: {printable(note)}: {counted(count, 'row', 'rows')}")
     state = "unchanged" if result.unchanged else "written"
     return "\n".join([*lines, f"{state}: {printable(out)}/admit_manifest.json"])
 

@@ -183,7 +183,9 @@ def _tell(change: Change, registry: Path, json: bool) -> None:
 def account(change: Change) -> str:
     """What a change made of the data set, for people."""
     identity, config = change.identity, change.settings.split
-    lines = [f"data set {printable(identity.dataset_name)}: {identity.rows:,} rows, {change.added:,} added"]
+    lines = [
+        f"data set {printable(identity.dataset_name)}: {counted(identity.rows, 'row', 'rows')}, {change.added:,} added"
+    ]
     if change.packing is not None:
         lines.append(f"rows: read as {change.packing}, in the shape {printable(change.settings.source)}")
     if change.byte_order_mark:

@@ -19,6 +19,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import PREPARE_SECTIONS, DatasetConfig, LoadedConfig, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import DropReason
 from kiln_cli.files import AtomicFile, run_lock, write_file
@@ -125,7 +126,8 @@ def account(result: PrepareResult, out: Path) -> str:
         kind = "root" if entry.root else "paired"
         why = f"source {entry.source} ({entry.source_chosen})"
         lines.append(f"prepare: {language} ({kind}): {why}\n{table(rows)}")
-        lines += [f"  not carried over: {printable(name)}: {count} rows" for name, count in drops.lost_keys.items()]
+        for name, count in drops.lost_keys.items():
+            lines.append(f"  not carried over: {printable(name)}: {counted(count, 'row', 'rows')}")
     state = "unchanged" if result.unchanged else "written"
     return "\n".join([*lines, f"{state}: {printable(out)}/data_manifest.json"])
 
@@ -334,8 +336,8 @@ def _write(
         for name, writer in writers.items():
             writer.write(splits[name], task)
             for entry, keys in zip(inputs, writer.lost, strict=True):
-                counted = decided.summary.kiln[entry.dataset.language].lost_keys
-                counted.update(Counter(counted) + keys)
+                lost = decided.summary.kiln[entry.dataset.language].lost_keys
+                lost.update(Counter(lost) + keys)
         for entry in inputs:
             entry.require_unchanged()
     summary = write_file(out / "data" / "drop_summary.json", document(decided.summary))

@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import TRAIN_SECTIONS, LoadedConfig, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import LockHolder, lock_holder
 from kiln_cli.manifests import RECEIPT_NAME, Manifest, read_manifest, read_receipt
@@ -250,7 +251,9 @@ class _Reading:
             self.notes.append(f"the checkpoint cannot be loaded: {self.checkpoint.fault}")
         behind = (self.steps[-1].step if self.steps else 0) - self.checkpoint.step
         if behind > 0 and state in ("unfinished", "failed"):
-            self.notes.append(f"the checkpoint is {behind} steps behind the log: resuming makes them again")
+            self.notes.append(
+                f"the checkpoint is {counted(behind, 'step', 'steps')} behind the log: resuming goes on from there"
+            )
 
     def _to_be_marked(self, state: str) -> bool:
         """Whether a training of corrections is finished and they are not marked."""

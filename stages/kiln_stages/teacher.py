@@ -282,7 +282,8 @@ def _require_fit(identity: TeacherIdentity, contract: Contract, top_k: int) -> N
     if top_k > identity.max_top_k:
         raise KilnError(
             "KLN221",
-            f"--top-k is {top_k}, the teacher gives at most {identity.max_top_k} candidates a position",
+            f"--top-k is {top_k}, the teacher gives at most "
+            f"{counted(identity.max_top_k, 'candidate', 'candidates')} a position",
             hint="ask for fewer, or register the teacher with a larger --max-top-k",
         )
     rows = tokenizer_identity(contract.files).vocab_sha256

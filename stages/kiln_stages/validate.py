@@ -125,7 +125,8 @@ def _verdict(reports: list[FileReport]) -> KilnError | None:
     if faults:
         return KilnError("KLN105", f"{counted(faults, 'fault', 'faults')} in {counted(len(reports), 'file', 'files')}")
     if all(report.kind == EMPTY for report in reports):
-        return KilnError("KLN107", f"none of {len(reports)} files holds a row", hint="every line of them is blank")
+        held = "the file holds no row" if len(reports) == 1 else f"none of {len(reports)} files holds a row"
+        return KilnError("KLN107", held, hint="every line is blank")
     return None
 
 
@@ -145,8 +146,8 @@ def _summary(report: FileReport) -> str:
     more = report.faults + report.notes - len(report.findings)
     hidden = f" ({more} more not shown: --max-faults)" if more > 0 else ""
     return (
-        f"{report.file}: {report.kind} ({report.why}): {report.rows} rows, "
-        f"{report.faults} faults, {report.notes} notes{hidden}"
+        f"{report.file}: {report.kind} ({report.why}): {counted(report.rows, 'row', 'rows')}, "
+        f"{counted(report.faults, 'fault', 'faults')}, {counted(report.notes, 'note', 'notes')}{hidden}"
     )
 
 

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from kiln_cli.config import TRAIN_SECTIONS, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file, open_input, read_bounded
 from kiln_cli.identity import Domain, domain_json_sha256
@@ -126,7 +127,8 @@ def command(
             terminal.data(f"the training FAILED: {printable(verdict.failed_training)}")
         shown = f"{word} ({verdict.signer})" if word == "authentic" else word
         terminal.data(
-            f"{shown}: {len(verdict.named('holds'))} claims hold, {len(verdict.named('fails'))} fail, "
+            f"{shown}: {counted(len(verdict.named('holds')), 'claim holds', 'claims hold')}, "
+            f"{len(verdict.named('fails'))} fail, "
             f"{len(verdict.named('not checkable here'))} not checkable here, "
             f"{len(verdict.named('not checked'))} not checked"
         )
@@ -307,7 +309,8 @@ class _Verification:
     def _check_corpus(self, admit: AdmitManifest) -> str:
         receipt, found = self.receipt, _read_rows(self.run, admit.output("admit/corpus.parquet"), self.digests)
         if found.hashes != (hashes := receipt.data.conversations().kept_row_hashes):
-            return f"{len(found.hashes)} rows in the corpus, {len(hashes)} kept hashes in the receipt, and they differ"
+            rows, kept = counted(len(found.hashes), "row", "rows"), counted(len(hashes), "kept hash", "kept hashes")
+            return f"{rows} in the corpus, {kept} in the receipt, and they differ"
         times = kind_of(receipt).times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(found.hashes))
         action = sum(map(mul, times, found.supervised))
         expected = {"action_tokens": action, "context_tokens": sum(map(mul, times, found.tokens)) - action}

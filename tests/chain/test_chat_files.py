@@ -22,6 +22,8 @@ import pytest
 from tests_support import shared_path
 from tiny_model import Kiln
 
+from kiln_cli.counting import counted
+
 LOST = "template_lost_content"
 
 
@@ -151,7 +153,7 @@ def test_validate_knows_them_all(kiln: Kiln) -> None:
     assert done.code == 0, done.err
     for line, (name, file) in zip(done.out.splitlines(), FILES.items(), strict=True):
         assert f"/{name}: sft ({file.source}: " in line
-        assert line.endswith(f": {file.rows} rows, 0 faults, 0 notes")
+        assert line.endswith(f": {counted(file.rows, 'row', 'rows')}, 0 faults, 0 notes")
         # A conversation with tools is what prepare reads, too; then the other kind is named.
         assert ("--kind raw" in line) == (name in OF_TOOLS)
 

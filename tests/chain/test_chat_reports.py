@@ -115,7 +115,7 @@ def test_j5_side_fields_of_any_type_never_count(admit: Admit, kiln: Kiln, tmp_pa
     (tmp_path / "many.jsonl").write_bytes(lines(*[chat(meta=None)] * 20_000, *last))
     done = kiln("validate", tmp_path / "many.jsonl")
     assert done.code == 0
-    assert "20002 rows, 0 faults" in done.out
+    assert "20,002 rows, 0 faults" in done.out
 
 
 DUPLICATES = [

@@ -232,7 +232,7 @@ def test_weights_that_no_file_brings_are_not_drawn_at_random(model_dir: Path, tm
     kept = [tensor for tensor in stored if not tensor.name.endswith("layers.1.mlp.up_proj.weight")]
     (tmp_path / "model.safetensors").write_bytes(encode_tensors(kept))
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
-    with pytest.raises(KilnError, match=r"1 weights are missing .*layers\.1\.mlp\.up_proj") as caught:
+    with pytest.raises(KilnError, match=r"1 weight is missing .*layers\.1\.mlp\.up_proj") as caught:
         load_language_model(tmp_path)
     assert caught.value.code == "KLN302"
 

@@ -71,7 +71,7 @@ def test_a_killed_run_is_resumed_from_its_latest_checkpoint(run: Path, plugins: 
     assert (found.state, found.step, found.steps) == ("unfinished", 10, 12)
     assert found.checkpoint is not None
     assert found.checkpoint.name == "adapter-checkpoint-step-00000008.kiln-checkpoint"
-    assert found.notes == ["the checkpoint is 2 steps behind the log: resuming makes them again"]
+    assert found.notes == ["the checkpoint is 2 steps behind the log: resuming goes on from there"]
     assert [point.step for point in found.held_out] == [0, 10]
     assert found.next == f"kiln resume {run}"
     assert resume.run(load_config(run / "config.resolved.toml"), run, plugins).resumed_from == 8

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import AtomicFile, open_input
 from kiln_cli.identity import Domain, domain_hasher, length_prefixed
@@ -208,7 +209,7 @@ def _admitted_row(path: Path, columns: dict[str, Any]) -> AdmittedRow:
     if found != expected:
         place = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
         said = (
-            f"{len(found)} labels for {len(expected)} tokens"
+            f"{counted(len(found), 'label', 'labels')} for {counted(len(expected), 'token', 'tokens')}"
             if place is None
             else f"label {found[place]} at token {place}, where label_spans say {expected[place]}"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input
 from kiln_cli.manifests import damaged
@@ -58,8 +59,8 @@ def require_admitted(run: Path, receipt: IngestionReceipt) -> list[AdmittedCorre
     if len(found) != receipt.rows_read or found != list(admitted_corrections(ids, receipt)):
         raise KilnError(
             "KLN207",
-            f"{printable(run / ADMITTED)} has other rows than the ingestion receipt ({len(found)} rows, "
-            f"{receipt.rows_read} read)",
+            f"{printable(run / ADMITTED)} has other rows than the ingestion receipt "
+            f"({counted(len(found), 'row', 'rows')}, {receipt.rows_read} read)",
             hint="run `kiln admit` again",
         )
     return found

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.text import printable
 from kiln_stages.datasets.entry import SplitManifest
 from kiln_stages.datasets.partition import Component, RowKeys, Split, partition
@@ -74,7 +75,8 @@ def _why(was: _Placed, now: _Placed, old: Component, new: Component) -> tuple[Re
     repaired = f"; {new.split} would be empty without it" if new.repaired else ""
     if (link := _joined(was, now, old, new)) is not None:
         return "union", f"{link}; the key of the component is now {new.key}: {_drawn(new)}{repaired}"
-    gone = f"{len(old.rows)} rows were its component, {len(new.rows)} are"
+    were, are = counted(len(old.rows), "row was", "rows were"), counted(len(new.rows), "is", "are")
+    gone = f"{were} its component, {are}"
     return "separation", f"{gone}; its key is now {new.key}: {_drawn(new)}{repaired}"
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from kiln_cli.config import DISTILL_SECTIONS, LoadedConfig
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import open_input, write_file
 from kiln_cli.manifests import document, reference, write_manifest
@@ -246,15 +247,22 @@ def account(manifest: AdmitManifest, out: Path, *, unchanged: bool) -> str:
     ]
     if alignment.proven < alignment.of:
         lines.append("  of the others only the number is known to be right; --require-token-ids refuses them")
-    for key, text in (
-        ("duplicate_rows", "rows repeat the scores of an earlier row"),
-        ("candidates_beyond_top_k", "candidates stand behind those that are read, and were not looked at"),
-        ("suspect_logprobs", "scores are -100 exactly, which some servers write for minus infinity"),
-        ("blank_lines", "blank lines, which are no rows"),
+    for key, one, more, text in (
+        ("duplicate_rows", "row repeats", "rows repeat", "the scores of an earlier row"),
+        (
+            "candidates_beyond_top_k",
+            "candidate stands",
+            "candidates stand",
+            "behind those that are read, not looked at",
+        ),
+        ("suspect_logprobs", "score is", "scores are", "-100 exactly, which some servers write for minus infinity"),
+        ("blank_lines", "blank line", "blank lines", "not counted as rows"),
     ):
-        lines += [f"  {counts[key]:,} {text}"] if counts[key] else []
-    lines += [f"  ignored field {field}: {count} examples" for field, count in counts["ignored_fields"].items()]
-    lines += [f"  template: {printable(note)}: {count} examples" for note, count in counts["template_notes"].items()]
+        lines += [f"  {counted(counts[key], one, more)} {text}"] if counts[key] else []
+    for field, count in counts["ignored_fields"].items():
+        lines.append(f"  ignored field {field}: {counted(count, 'example', 'examples')}")
+    for note, count in counts["template_notes"].items():
+        lines.append(f"  template: {printable(note)}: {counted(count, 'example', 'examples')}")
     return "\n".join([*lines, f"{'unchanged' if unchanged else 'written'}: {printable(out)}/admit_manifest.json"])
 
 

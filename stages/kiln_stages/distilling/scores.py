@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
 from kiln_stages.distilling.examples import Entry
@@ -32,7 +33,7 @@ def require_count(entries: Sequence[Entry], targets: Sequence[int], text_of: Tex
     """
     if len(entries) == len(targets):
         return
-    counts = f"expected {len(targets)} entries, one for each target, found {len(entries)}"
+    counts = f"expected {counted(len(targets), 'entry', 'entries')}, one for each target, found {len(entries)}"
     detail = f"{counts}; {_first_difference(entries, targets, text_of)}"
     raise RowFault("teacher_token_count_mismatch", detail, "/teacher_tokens")
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.files import FS, AppendLog, hash_file, open_input, run_lock, write_file, writing
 from kiln_cli.identity import canonical_json
@@ -357,7 +358,7 @@ def _as_written(work: Work, written: dict[str, Any], at: int, token_id: int, tex
     """The scores of an entry, which must be what they come to when they are ranked and written again."""
     pointer = f"/{TOKENS}/{at}"
     if (found := len(written["top_logprobs"])) != work.top_k:
-        raise RowFault("other_top_k", f"it has {found} candidates, not {work.top_k}", pointer)
+        raise RowFault("other_top_k", f"it has {counted(found, 'candidate', 'candidates')}, not {work.top_k}", pointer)
     scores = {each["token_id"]: each["logprob"] for each in written["top_logprobs"]}
     if (own := written.get("logprob")) is not None:
         scores.setdefault(token_id, own)

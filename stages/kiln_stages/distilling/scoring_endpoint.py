@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
@@ -293,7 +294,7 @@ def _require_ids(found: Any, input_ids: list[int], *, given: bool) -> None:
     left, right = (str(ids[at]) if at < len(ids) else "none" for ids in (found, input_ids))
     detail = (
         f"the server scored other tokens: position {at} is {printable(left)} there and {right} here "
-        f"({len(found)} and {len(input_ids)} tokens)"
+        f"({len(found):,} and {counted(len(input_ids), 'token', 'tokens')})"
     )
     raise RowFault("reencoded_ids", detail)
 
@@ -303,7 +304,8 @@ def _positions(found: Any, input_ids: list[int]) -> list[dict[int, dict[str, Any
     if not isinstance(found, list):
         raise _shape("choices[0].prompt_logprobs is missing: the server must return the logprobs of the prompt")
     if len(found) != len(input_ids):
-        raise RowFault("prompt_logprobs_mismatch", f"{len(found)} entries for {len(input_ids)} tokens")
+        entries, tokens = counted(len(found), "entry", "entries"), counted(len(input_ids), "token", "tokens")
+        raise RowFault("prompt_logprobs_mismatch", f"{entries} for {tokens}")
     positions: list[dict[int, dict[str, Any]]] = [{}]
     for q, entry in enumerate(found):
         if (entry is None) != (q == 0):

@@ -26,6 +26,7 @@ from typing import Literal
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
 from kiln_stages.labelling.labels import LabelFinder, content_spans
@@ -236,11 +237,11 @@ def _behind_warning(text: str, content: Span, segment: Segment, at: str) -> int:
     except UnicodeDecodeError:
         raise RowFault(
             "invalid_warning_prefix",
-            f"warning_prefix_len is {size} bytes, which ends inside of a character",
+            f"warning_prefix_len is {counted(size, 'byte', 'bytes')}, which ends inside of a character",
             f"{at}/warning_prefix_len",
         ) from None
     if size > len(data):
-        detail = f"warning_prefix_len is {size}, the content has {len(data)} bytes"
+        detail = f"warning_prefix_len is {size}, the content has {counted(len(data), 'byte', 'bytes')}"
         raise RowFault("invalid_warning_prefix", detail, f"{at}/warning_prefix_len")
     printed = text[content[0] : content[1]]
     lead = segment.content.find(printed) if printed else -1

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from kiln_cli.counting import counted
 from kiln_cli.manifests import nonzero
 from kiln_cli.receipts import FileRef, IngestionReceipt
 from kiln_cli.stage_manifests import AdmitDetails, AdmitManifest
@@ -79,9 +80,9 @@ def dataset_card(manifest: AdmitManifest, splits: Sequence[Split]) -> bytes:
     parts = [
         _front_matter(splits, kept),
         "# Admitted conversations",
-        f"{kept:,} conversations as token ids with labels, made by `kiln admit` of kiln {manifest.kiln_version}. The "
-        "labels cover what the assistant says,\nend of turn included. Two methods found them and agree, or the row was "
-        "refused. No row was cut.",
+        f"{counted(kept, 'conversation', 'conversations')} as token ids with labels, made by `kiln admit` of kiln "
+        f"{manifest.kiln_version}. The labels cover what the assistant says,\nend of turn included. Two methods found "
+        "them and agree, or the row was refused. No row was cut.",
         "The ids belong to the tokenizer and the chat template below: train the model that has these.",
         "## Rows",
         _rows(manifest, splits),
@@ -148,7 +149,7 @@ def _rows(manifest: AdmitManifest, splits: Sequence[Split]) -> str:
         table_row("a row that is refused", [_POLICIES[each.invalid_row_policy] for each in receipts]),
     ]
     notes = [
-        f"- {split.name}: {what} {code_span(name)}, in {number:,} rows"
+        f"- {split.name}: {what} {code_span(name)}, in {counted(number, 'row', 'rows')}"
         for split, each in zip(splits, counts, strict=True)
         for what, found in (
             ("a field that changes nothing and was left out:", each["ignored_fields"]),

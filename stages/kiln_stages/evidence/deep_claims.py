@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from kiln_cli.config import LoadedConfig
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.manifests import read_ingestion
@@ -225,8 +226,9 @@ def _first_token(written: list[int], found: list[int]) -> str:
 def _first_label(written: AdmittedRow, found: AdmittedRow) -> str:
     here, there = _trained(written), _trained(found)
     at = min(here ^ there)
+    differ = counted(len(here ^ there), "token differs", "tokens differ")
     said, given = ("trained on", "context") if at in here else ("context", "trained on")
-    return f"token {at} is {said} in the corpus and {given} by the template ({len(here ^ there)} tokens differ)"
+    return f"token {at} is {said} in the corpus and {given} by the template ({differ})"
 
 
 def _trained(row: AdmittedRow) -> set[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kiln_cli.config import RunConfig
+from kiln_cli.counting import counted
 from kiln_cli.distillation import resolve_top_k
 from kiln_cli.errors import KilnError
 from kiln_cli.receipts import EchoBlock, FileRef, OpdBlock, TrainReceipt
@@ -91,7 +92,10 @@ def _check_admit(receipt: TrainReceipt, admit: AdmitManifest) -> str:
 def _check_corpus(run: Path, receipt: TrainReceipt, admit: AdmitManifest, digest: Digest) -> str:
     ingestion, rows = scored_ingestion(receipt), _lengths(run, admit.output(CORPUS), digest)
     if len(rows) != ingestion.examples:
-        return f"{len(rows)} rows in the corpus, {ingestion.examples} examples in the receipt"
+        return (
+            f"{counted(len(rows), 'row', 'rows')} in the corpus, "
+            f"{counted(ingestion.examples, 'example', 'examples')} in the receipt"
+        )
     times = OPD.times_trained(int(receipt.hyperparameters["seed"]), receipt.steps, len(rows))
     echo = msgspec.convert(receipt.config, RunConfig).distill.echo
     return compare("token_counts", receipt.token_counts, token_counts(rows, times, echo))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kiln_cli.config import load_config
+from kiln_cli.counting import counted
 from kiln_cli.files import open_input
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import RECEIPT_NAME, read_manifest, read_receipt, require_unchanged
@@ -142,7 +143,8 @@ def resume_between(left: Path, right: Path) -> ResumeAnswer:
         why = "B has neither a receipt with a training nor a checkpoint: nothing says what it would be bound to"
         return ResumeAnswer(legal=None, why=why, checkpoint=path.name)
     found = differences(now, read_checkpoint_manifest(path)[0])
-    why = f"{len(found)} things that the checkpoint is bound to differ" if found else "all that it is bound to is equal"
+    one, more = "thing that the checkpoint is bound to differs", "things that the checkpoint is bound to differ"
+    why = counted(len(found), one, more) if found else "all that it is bound to is equal"
     return ResumeAnswer(
         legal=not found, why=why, checkpoint=path.name, differences=[Change(*difference) for difference in found]
     )

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import RowFault
 from kiln_cli.text import printable
 from kiln_stages.labelling.label_proof import Claim, prove
@@ -271,7 +272,8 @@ def _block_spans(row: MarkedRow, reading: Reading, turns: list[int]) -> Spans:
     missing = [turn for turn in turns if turn not in spans]
     if missing or TOOLS in spans:
         found = len(turns) - len(missing)
-        raise RowFault("mask_disagreement", f"{len(turns)} supervised turns, generation blocks for {found}")
+        supervised = counted(len(turns), "supervised turn", "supervised turns")
+        raise RowFault("mask_disagreement", f"{supervised}, generation blocks for {found}")
     return tuple(spans[turn] for turn in turns)
 
 

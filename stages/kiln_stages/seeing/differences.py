@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.plugins import Plugins
 from kiln_cli.terminal import SILENT, Progress, Task, table
@@ -234,7 +235,8 @@ def differences_page(found: Differences, *, colours: bool) -> Iterator[Piece]:
             yield f"\n  {name:<{width}}  ", PLAIN
             yield from _shown_side(side, "\n" + " " * (width + 4), colours)
     if found.rows_changed > len(found.rows):
-        yield f"\n\n{found.rows_changed - len(found.rows)} more rows change; --limit shows more of them", PLAIN
+        more = counted(found.rows_changed - len(found.rows), "more row changes", "more rows change")
+        yield f"\n\n{more}; --limit shows more of them", PLAIN
 
 
 def _shown_side(side: Side, indent: str, colours: bool) -> Iterator[Piece]:

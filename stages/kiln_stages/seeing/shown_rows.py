@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from kiln_cli.config import LoadedConfig, load_config
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, RowFault
 from kiln_cli.lines import LineReader
 from kiln_cli.manifests import read_manifest
@@ -151,7 +152,7 @@ def require_same_outcome(admitted: Admitted, row: Offered, incoming: IncomingRow
 def _first_difference(written: list[tuple[int, bool]], made: list[tuple[int, bool]]) -> tuple[str, str]:
     place = next((n for n, pair in enumerate(zip(written, made, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
-        return f"{len(written)} tokens", f"{len(made)} tokens"
+        return counted(len(written), "token", "tokens"), counted(len(made), "token", "tokens")
     words = [f"{number} ({TRAINED if trained else CONTEXT})" for number, trained in (written[place], made[place])]
     return f"{words[0]} at {place}", words[1]
 

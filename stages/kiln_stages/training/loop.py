@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.extensions import LossBatch, LossFunction, LossOut, Observed
 from kiln_stages.training.loop_state import LoopState
@@ -148,7 +149,8 @@ def _columns(row: TrainRow, count: int, device: torch.device) -> dict[str, Tenso
         if len(column) != count:
             raise KilnError(
                 "KLN206",
-                f"row {row.row_index}: {name} has {len(column)} entries for {count} supervised tokens",
+                f"row {row.row_index}: {name} has {counted(len(column), 'entry', 'entries')} for "
+                f"{counted(count, 'supervised token', 'supervised tokens')}",
                 hint="run `kiln admit` again",
             )
     return {name: column.to(device) for name, column in row.columns.items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from kiln_cli.counting import counted
 from kiln_cli.files import AtomicFile, write_file
 from kiln_cli.text import printable
 from kiln_stages.training.metrics import steps_from_end
@@ -187,8 +188,9 @@ def _legend(window: int, held_out: bool) -> Iterator[str]:
 def _in_words(curve: Curve) -> str:
     losses, rows = curve.losses, curve.rows
     text = (
-        f"{len(losses):,} steps, {rows:,} an epoch. The loss is {losses[0]:.4f} at the first step and {losses[-1]:.4f} "
-        f"at the last; its mean is {_mean(losses[:rows]):.4f} over the first {rows:,} steps and "
+        f"{counted(len(losses), 'step', 'steps')}, {rows:,} an epoch. "
+        f"The loss is {losses[0]:.4f} at the first step and {losses[-1]:.4f} "
+        f"at the last; its mean is {_mean(losses[:rows]):.4f} over the first {counted(rows, 'step', 'steps')} and "
         f"{_mean(losses[-rows:]):.4f} over the last."
     )
     points = _ends(sorted(curve.held_out.items()))

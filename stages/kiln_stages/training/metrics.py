@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kiln_cli import strict_json
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import AppendLog, open_input, read_bounded, write_file
 from kiln_cli.identity import Domain, canonical_json, domain_hasher, length_prefixed
@@ -114,7 +115,7 @@ def kept_lines(path: Path, losses: Sequence[float]) -> list[bytes]:
         raise KilnError(
             "KLN207",
             f"{printable(path)} does not hold the losses of the checkpoint: "
-            f"they agree for {next(unequal, len(logged))} of {len(losses)} steps",
+            f"they agree for {next(unequal, len(logged))} of {counted(len(losses), 'step', 'steps')}",
             hint="restore the file, resume from an older checkpoint, or train again with --fresh",
         )
     return kept

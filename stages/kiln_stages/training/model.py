@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded
 from kiln_cli.text import printable
@@ -225,7 +226,10 @@ def load_language_model(
     # Weights that no file brings would be drawn at random in silence.
     absent = sorted({*info["missing_keys"], *(str(item) for item in info["mismatched_keys"])})
     if absent:
-        raise _not_loadable(path, f"{len(absent)} weights are missing or misshapen, first {printable(absent[0])}")
+        raise _not_loadable(
+            path,
+            f"{counted(len(absent), 'weight is', 'weights are')} missing or misshapen, first {printable(absent[0])}",
+        )
     return LanguageModel(causal.to(device))
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError
 from kiln_cli.terminal import Progress
 from kiln_cli.text import printable
@@ -42,8 +43,10 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         start = BEGINNING if self.start is None else self.start
         return (
             f"proven: steps {self.first_step} to {self.last_step}, trained again from {start}, give "
-            f"{self.checkpoint} bit for bit: {self.losses} losses, {self.adapter_tensors} adapter tensors, "
-            f"{self.optimizer_tensors} optimizer tensors, and the rest of the loop state\nnothing was written"
+            f"{self.checkpoint} bit for bit: {counted(self.losses, 'loss', 'losses')}, "
+            f"{counted(self.adapter_tensors, 'adapter tensor', 'adapter tensors')}, "
+            f"{counted(self.optimizer_tensors, 'optimizer tensor', 'optimizer tensors')}, "
+            "and the rest of the loop state\nnothing was written"
         )
 
 
@@ -93,8 +96,8 @@ def _choose_start(directory: Path, checkpoint: Checkpoint, steps: int) -> _Start
         there = f"checkpoints of steps {', '.join(before)}" if before else "no other checkpoint"
         raise KilnError(
             "KLN201",
-            f"--prove {steps}: {checkpoint.path.name} has {last} steps behind it; before it there are {there} and "
-            f"{BEGINNING}, step 0",
+            f"--prove {steps}: {checkpoint.path.name} has {counted(last, 'step', 'steps')} behind it; "
+            f"before it there are {there} and {BEGINNING}, step 0",
             hint=f"`--prove {last}` trains all of them again",
         )
     earlier = [_Start(step, path) for step, path in list_checkpoints(directory) if step <= last - steps]
