@@ -238,6 +238,7 @@ def run_score(
         top_k=settings.top_k,
         # A server writes one token behind the row: completions of none are refused by some.
         max_tokens=teacher.identity.max_model_len - (teacher.endpoint is not None),
+        max_candidates=None if teacher.endpoint is None else teacher.identity.max_prompt_logprob_candidates,
         other_tokenizer_config=_other_tokenizer_config(teacher.identity, contract),
     )
     return score_rows(work, lambda: _scorer(known, teacher, settings), progress)

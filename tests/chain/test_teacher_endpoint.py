@@ -542,6 +542,31 @@ def test_a_row_longer_than_the_server_takes_is_refused_before_it_is_asked(
     assert served.requests == []
 
 
+@pytest.mark.parametrize("more", [0, -1])
+@pytest.mark.parametrize("send", ["ids", "text"])
+def test_a_row_of_more_candidates_than_a_request_may_have_is_refused_before_the_server_is_asked(
+    home: Path, served: ServedTeacher, identity: TeacherIdentity, tiny_model: Path, kiln: Kiln, send: str, more: int
+) -> None:
+    """The longest row is just within the limit, or one candidate beyond it; the row's own token may be a 17th."""
+    assert score(kiln, home, tiny_model, "--top-k", 16).code == 0
+    longest = max(len(request["prompt"]) for request in served.requests)
+    served.requests.clear()
+    (home / "out.jsonl").unlink()
+    most = (longest - 1) * 17 + more
+    limited = msgspec.structs.replace(identity, max_prompt_logprob_candidates=most)
+    served.teachers[0]["off_policy_manifest"] = limited.manifest_line().decode("utf-8")
+    assert kiln("teacher", "register", "tiny@served", "--endpoint", served.url, "--registry", home / ".kiln",
+                "--replace").code == 0  # fmt: skip
+    done = score(kiln, home, tiny_model, "--top-k", 16, "--send", send)
+    if not more:
+        assert done.code == 0, done.err
+        return
+    assert done.code == 1 and "KLN113" in done.err
+    told = f"too_many_candidates: {longest - 1} positions of up to 17 candidates are {most + 1:,}"
+    assert f"{told}, the teacher gives at most {most:,} a request" in done.err
+    assert served.requests == [] and not (home / "out.jsonl").exists()
+
+
 def test_the_address_may_end_in_v1(home: Path, served: ServedTeacher, kiln: Kiln) -> None:
     arguments = ("teacher", "register", "tiny@served", "--endpoint", served.url + "/v1/", "--registry", home / ".kiln")
     assert kiln(*arguments).code == 0

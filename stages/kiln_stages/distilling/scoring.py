@@ -100,7 +100,8 @@ class ScoringResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be scored, and as what. ``max_tokens``: the longest row that the teacher takes."""
+    """What is to be scored, and as what. ``max_tokens``: the longest row that the teacher takes; ``max_candidates``:
+    how many it gives of all positions of a row, None for no such limit."""
 
     request: Path
     out: Path
@@ -109,6 +110,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     finder: TargetFinder
     top_k: int
     max_tokens: int
+    max_candidates: int | None = None
     other_tokenizer_config: bool = False
 
     @property
@@ -140,9 +142,21 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             found = row.targets(self.finder)
         except RowFault as fault:
             return fault
-        if len(found.input_ids) > self.max_tokens:
-            return RowFault("over_length", f"{len(found.input_ids)} tokens, the teacher takes {self.max_tokens}")
-        return found
+        return self._beyond_limits(len(found.input_ids)) or found
+
+    def _beyond_limits(self, tokens: int) -> RowFault | None:
+        """Why the teacher takes no row of so many tokens, if it does not."""
+        if tokens > self.max_tokens:
+            return RowFault("over_length", f"{tokens} tokens, the teacher takes {self.max_tokens}")
+        # Nothing predicts the first token; a token that is not among its K best is scored beside them.
+        positions, each = tokens - 1, min(self.top_k + 1, self.identity.vocab_size)
+        if self.max_candidates is not None and positions * each > self.max_candidates:
+            return RowFault(
+                "too_many_candidates",
+                f"{positions:,} positions of up to {each} candidates are {positions * each:,}, "
+                f"the teacher gives at most {self.max_candidates:,} a request",
+            )
+        return None
 
     def refused(self, faults: list[tuple[int, RowFault]], more: int = 0) -> KilnError:
         lines = "\n".join(f"  line {line}: {_told(fault)}" for line, fault in faults)
