@@ -153,7 +153,18 @@ def manifest_files(run: Path, admit: AdmitManifest) -> dict[str, str]:
 
 
 def read_receipt(path: Path) -> TrainReceipt:
-    """A train receipt as written; its digests and claims are verify-receipt's to check. Raises KilnError KLN206."""
+    """A train receipt, checked against its own digest; its other claims are verify-receipt's to check.
+
+    Raises KilnError KLN206 with both digests where a field was changed.
+    """
+    receipt = parse_receipt(path)
+    if receipt.receipt_sha256 != (found := receipt.whole_digest()):
+        raise damaged(path, f"receipt_sha256 is {receipt.receipt_sha256}, expected {found}")
+    return receipt
+
+
+def parse_receipt(path: Path) -> TrainReceipt:
+    """A train receipt as written, its digest not checked. Raises KilnError KLN206."""
     if not path.exists():
         raise KilnError("KLN206", f"{printable(path)} is missing", hint="run `kiln train CONFIG --out RUN` first")
     receipt = read_document(path, TrainReceipt, RECEIPT_TYPE, field="receipt_type")

@@ -16,6 +16,7 @@ from kiln_cli.receipts import FileRef, ManifestRef
 
 MANIFEST_SCHEMA = "kiln.manifest.v1"
 MANIFEST_NAMES = {"prepare": "data_manifest.json", "admit": "admit_manifest.json"}
+DROP_SUMMARY = "data/drop_summary.json"
 
 
 class StageDetails(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ from kiln_cli.manifests import document, nonzero, reference, write_manifest
 from kiln_cli.plugins import Plugins, load_plugins, version
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, SIXTEEN, DropSummary, FileRef, KilnDrops, LanguageDrops
 from kiln_cli.records import PREPARED_SCHEMA
-from kiln_cli.stage_manifests import PrepareDetails, PrepareManifest, RawDataset
+from kiln_cli.stage_manifests import DROP_SUMMARY, PrepareDetails, PrepareManifest, RawDataset
 from kiln_cli.terminal import SILENT, Progress, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.preparing.emit import Chosen, SplitWriter, write_rejected
@@ -340,7 +340,7 @@ def _write(
                 lost.update(Counter(lost) + keys)
         for entry in inputs:
             entry.require_unchanged()
-    summary = write_file(out / "data" / "drop_summary.json", document(decided.summary))
+    summary = write_file(out / DROP_SUMMARY, document(decided.summary))
     return [
         *(
             reference(target, out, "dataset_split", schema=PREPARED_SCHEMA, rows=len(decided.rows[name]))

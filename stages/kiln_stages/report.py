@@ -10,9 +10,16 @@ import msgspec
 import typer
 
 from kiln_cli.errors import KilnError
-from kiln_cli.manifests import RECEIPT_NAME, nonzero, read_document, read_manifest, read_successful_receipt
+from kiln_cli.manifests import (
+    RECEIPT_NAME,
+    nonzero,
+    read_document,
+    read_manifest,
+    read_successful_receipt,
+    require_unchanged,
+)
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, TrainReceipt
-from kiln_cli.stage_manifests import AdmitManifest
+from kiln_cli.stage_manifests import DROP_SUMMARY, AdmitManifest, PrepareManifest
 from kiln_cli.terminal import table, terminal
 from kiln_cli.text import printable
 from kiln_stages import verify_receipt
@@ -143,7 +150,9 @@ def _rows(run_directory: Path) -> list[tuple[str, int]]:
     admit = read_manifest(run_directory, AdmitManifest)
     rows: list[tuple[str, int]] = []
     if admit.previous is not None:
-        path = run_directory / "data" / "drop_summary.json"
+        path = run_directory / DROP_SUMMARY
+        prepared = read_manifest(run_directory, PrepareManifest)
+        require_unchanged(prepared.output(DROP_SUMMARY), path, "data_manifest.json")
         summary = read_document(path, DropSummary, DROP_SUMMARY_SCHEMA, field="schema_version")
         for language, drops in summary.kiln.items():
             counts = {**summary.languages[language].counts, **drops.counts}

@@ -14,7 +14,7 @@ import typer
 
 from kiln_cli.errors import KilnError
 from kiln_cli.files import read_bounded, run_lock, write_file
-from kiln_cli.manifests import DOCUMENT_LIMIT, RECEIPT_NAME, read_receipt
+from kiln_cli.manifests import DOCUMENT_LIMIT, RECEIPT_NAME, parse_receipt
 from kiln_cli.terminal import terminal
 from kiln_cli.text import printable
 from kiln_stages.evidence.receipt_claims import receipt_claims
@@ -50,7 +50,7 @@ def run(target: Path, key: Path) -> Signed:
     """
     path = target / RECEIPT_NAME if target.is_dir() else target
     with run_lock(path.parent, "kiln sign"):
-        receipt = read_receipt(path)
+        receipt = parse_receipt(path)
         for found in receipt_claims(receipt):
             if found.status != "holds":
                 raise KilnError(

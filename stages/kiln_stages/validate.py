@@ -29,7 +29,7 @@ from kiln_cli.counting import counted
 from kiln_cli.errors import KilnError, RowFault, not_built
 from kiln_cli.files import open_input, read_bounded
 from kiln_cli.lines import BOM, TRIMMED, LineReader
-from kiln_cli.manifests import DOCUMENT_LIMIT, RECEIPT_NAME, manifest_path, read_document, read_receipt
+from kiln_cli.manifests import DOCUMENT_LIMIT, RECEIPT_NAME, manifest_path, parse_receipt, read_document
 from kiln_cli.plugins import Plugins, load_plugins
 from kiln_cli.receipts import INGESTION_SCHEMA, RECEIPT_TYPE, IngestionReceipt
 from kiln_cli.records import PREPARED_SCHEMA, PreparedExample, Record
@@ -332,7 +332,7 @@ def _manifest(path: Path, plugins: Plugins, source: str) -> Iterator[Finding | N
 def _receipt(path: Path, plugins: Plugins | None = None, source: str = "") -> Iterator[Finding | None]:
     """A train receipt against itself; its files are verify-receipt's to check."""
     try:
-        receipt = read_receipt(path)
+        receipt = parse_receipt(path)
     except KilnError as error:
         yield None
         yield Finding(file=printable(path), reason=error.code, detail=error.message)

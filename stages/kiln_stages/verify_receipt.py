@@ -27,9 +27,9 @@ from kiln_cli.manifests import (
     RECEIPT_NAME,
     locate,
     manifest_path,
+    parse_receipt,
     read_document,
     read_manifest,
-    read_receipt,
 )
 from kiln_cli.receipts import INGESTION_SCHEMA, FileRef, IngestionReceipt, TrainReceipt
 from kiln_cli.stage_manifests import AdmitManifest, PrepareManifest, StageManifest
@@ -152,7 +152,7 @@ def run(target: Path, *, deep: bool = False, allowed_signers: Path | None = None
     if not path.exists():
         raise KilnError("KLN204", f"{printable(path)} does not exist", hint="name a run directory or a receipt")
     try:
-        receipt = read_receipt(path)
+        receipt = parse_receipt(path)
     except KilnError as error:
         return Verdict([Claim("the receipt is a kiln train receipt in canonical form", "fails", error.message)])
     failed = f"{receipt.failure_reason}: {receipt.failure_message}" if receipt.status == "failed" else None

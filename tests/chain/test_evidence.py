@@ -445,6 +445,43 @@ def test_a_document_damaged_in_any_field_is_a_failing_claim(name: str, mine: Pat
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.parametrize("command", ["status", "report", "validate", "diff"])
+def test_no_command_believes_a_receipt_damaged_in_a_field(command: str, mine: Path, kiln: Kiln) -> None:
+    path = mine / RUN / "train_receipt.json"
+    value = json.loads(path.read_bytes())
+    for place in (place for place in places(value) if len(place) == 1):
+        for changed in damaged(value, place):
+            path.write_bytes(document(changed))
+            done = kiln(command, *[mine / RUN] * (2 if command == "diff" else 1))
+            assert done.code in (1, 2), (place, done.err)
+            assert "train_receipt.json" in done.out + done.err
+
+
+# Parts of a checkpoint that resume and the receipt hold against something else; by itself they may say anything.
+BOUND = {"auxiliary_state", "effective_config", "hyperparameters", "precision_policy", "state"}
+
+
+@pytest.mark.parametrize("name", ["checkpoint_manifest.json", "sft_loop_state.json"])
+def test_a_checkpoint_damaged_in_any_field_is_a_finding(name: str, mine: Path, kiln: Kiln) -> None:
+    path = mine / FIRST_CHECKPOINT / name
+    value = json.loads(path.read_bytes())
+    for place in places(value):
+        for changed in [*damaged(value, place), *beyond_bounds(value, place)]:
+            path.chmod(0o644)
+            path.write_bytes(document(changed))
+            done = kiln("validate", path.parent)
+            assert done.code in ((0, 1) if BOUND.intersection(place) else (1,)), (place, done.err)
+
+
+def beyond_bounds(value: Any, place: tuple[str | int, ...]) -> Iterator[Any]:
+    """The document with numbers there that no run can have."""
+    *outer, key = place
+    for number in (-1, 2**70):
+        changed = copy.deepcopy(value)
+        functools.reduce(lambda inner, step: inner[step], outer, changed)[key] = number
+        yield changed
+
+
 def test_the_provenance_digest_is_that_of_the_other_fields(finished: Path) -> None:
     """SHA-256 of the canonical JSON, without a domain."""
     receipt = json.loads((finished / RUN / "train_receipt.json").read_bytes())

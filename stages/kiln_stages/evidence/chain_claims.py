@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kiln_cli.manifests import read_receipt
+from kiln_cli.manifests import parse_receipt
 from kiln_cli.receipts import TrainReceipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, claim, differ, require
@@ -27,7 +27,7 @@ def chain_claims(run: Path, receipt: TrainReceipt) -> Iterator[Claim]:
         yield found
         if found.status != "holds":
             return
-        run, receipt = path.parent, read_receipt(path)
+        run, receipt = path.parent, parse_receipt(path)
 
 
 def _linked_base(receipt: TrainReceipt) -> dict[str, Any] | None:
@@ -37,7 +37,7 @@ def _linked_base(receipt: TrainReceipt) -> dict[str, Any] | None:
 
 
 def _check_link(path: Path, base: dict[str, Any]) -> str:
-    receipt = read_receipt(require(path))
+    receipt = parse_receipt(require(path))
     if text := differ("its content_sha256", receipt.content_digest(), base["receipt"]["content_sha256"]):
         return text
     faults = [

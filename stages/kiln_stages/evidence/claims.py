@@ -17,7 +17,7 @@ from kiln_cli.errors import KilnError
 from kiln_cli.files import hash_file
 from kiln_cli.manifests import Manifest, content_sha256, locate, manifest_path, parse_manifest, read_document
 from kiln_cli.receipts import DROP_SUMMARY_SCHEMA, DropSummary, FileRef, ManifestRef
-from kiln_cli.stage_manifests import PrepareManifest, StageManifest
+from kiln_cli.stage_manifests import DROP_SUMMARY, PrepareManifest, StageManifest
 from kiln_cli.text import printable
 from kiln_stages.evidence.digests import Digest
 from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
@@ -144,7 +144,7 @@ def _check_config(run: Path, manifest: StageManifest) -> str:
 
 
 def _check_account(run: Path) -> str:
-    path = require(run / "data" / "drop_summary.json")
+    path = require(run / DROP_SUMMARY)
     summary = read_document(path, DropSummary, DROP_SUMMARY_SCHEMA, field="schema_version")
     faults = []
     for language, drops in summary.kiln.items():

@@ -14,7 +14,7 @@ import msgspec
 
 from kiln_cli.errors import KilnError
 from kiln_cli.files import NAME_PATTERN, hash_file
-from kiln_cli.manifests import RECEIPT_NAME, read_receipt
+from kiln_cli.manifests import RECEIPT_NAME, parse_receipt
 from kiln_cli.text import printable
 from kiln_stages.evidence.claims import Claim, claim, compare, differ, require
 from kiln_stages.exported_file import ExportedFile
@@ -62,7 +62,7 @@ def recipe_claims(out: Path, manifest: RecipeManifest) -> Iterator[Claim]:
 
 
 def _check_receipt(out: Path, step: StepRecord) -> str:
-    receipt = read_receipt(require(out / step.name / RECEIPT_NAME))
+    receipt = parse_receipt(require(out / step.name / RECEIPT_NAME))
     output = receipt.adapters["output"] or {}
     return (
         differ("its content_sha256", receipt.content_digest(), step.receipt_content_sha256)
@@ -72,7 +72,7 @@ def _check_receipt(out: Path, step: StepRecord) -> str:
 
 
 def _check_base(out: Path, step: StepRecord, before: dict[str, StepRecord]) -> str:
-    base = read_receipt(require(out / step.name / RECEIPT_NAME)).adapters["base"] or {}
+    base = parse_receipt(require(out / step.name / RECEIPT_NAME)).adapters["base"] or {}
     made_by = before[str(step.step)]
     found = {
         "adapter": base.get("content_sha256"),

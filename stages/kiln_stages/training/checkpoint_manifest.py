@@ -225,24 +225,30 @@ def _steps(m: CheckpointManifest, kind: Kind) -> Checks:
 
 def _streams(m: CheckpointManifest, kind: Kind) -> Checks:
     streams = m.rng_states
-    seeds_sound = all(s.seed.isascii() and s.seed.isdigit() and int(s.seed) <= U64_MAX for s in streams.values())
-    if set(streams) != set(kind.streams()) or not seeds_sound:
+    if set(streams) != set(kind.streams()) or not all(_is_u64(stream.seed) for stream in streams.values()):
         return [(f"rng_states must be {' and '.join(kind.streams())}, each with a u64 seed", False)]
-    epoch = m.progress.epoch_index
+    epoch, length = m.progress.epoch_index, len(m.progress.data_order)
     done = m.progress.global_step == m.progress.total_steps
+    if not 0 <= epoch <= U64_MAX or length != (0 if done else m.data.item_count):  # else there is no order to make
+        return [(f"data_order has {length} rows of {m.data.item_count} in epoch {epoch}", False)]
     order = streams.get(ORDER_STREAM)
     seed = int((order or streams[LORA_STREAM]).seed)
     expected = [] if done else list(kind.order(seed, epoch, m.data.item_count))
+    positions = {name: epoch if name == ORDER_STREAM else 0 for name in streams}
     return [
-        (
-            f"epoch-order stands at {order.position if order else None}, expected {epoch}",
-            order is None or order.position == epoch,
+        *(
+            (f"{name} stands at {streams[name].position}, expected {at}", streams[name].position == at)
+            for name, at in positions.items()
         ),
         (
             f"data_order is not {'the order of the file' if order is None else 'the order that the seed gives'}",
             m.progress.data_order == expected,
         ),
     ]
+
+
+def _is_u64(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= len(str(U64_MAX)) and int(text) <= U64_MAX
 
 
 def _artifacts(m: CheckpointManifest) -> Checks:
