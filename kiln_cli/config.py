@@ -527,7 +527,7 @@ def read_text(path: Path) -> str:
 def parse_table(path: Path, text: str) -> dict[str, Any]:
     """TOML, or JSON where the name says so; what is no table is an empty one. Raises KilnError KLN202."""
     try:
-        value = strict_json.parse(text.encode()) if path.suffix == ".json" else tomllib.loads(text)
+        value = strict_json.plain(strict_json.parse(text.encode())) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise KilnError(
             "KLN202", f"{printable(path)} cannot be parsed: {printable(error)}", hint="mend the syntax at that place"

@@ -144,11 +144,17 @@ def _parse_suspect(text: bytes, negative_zero: bool) -> Any:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """As :func:`parse`, for a text that must be an object."""
+    """As :func:`parse`, for a text that must be an object; its wide doubles are plain ones."""
     value = parse(text)
     if not isinstance(value, dict):
         raise JsonFault("syntax", f"expected an object, found {type_name(value)}", 0)
-    return value
+    found: dict[str, Any] = plain(value)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """The value with every double a plain one: msgspec makes no builtin and no JSON of a wide one by itself."""
+    return msgspec.to_builtins(value, enc_hook=float)
 
 
 def type_name(value: object) -> str:

@@ -230,6 +230,7 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
 
 def test_json_and_toml_are_one(load: Callable[..., LoadedConfig]) -> None:
     body = '[project]\nname = "x"\n[[datasets]]\npath = "rows.jsonl"\n[train]\noptimizer = "sgd"\nlora_alpha = 8\n'
+    body += "learning_rate = 1e30\n"
     value = tomllib.loads(HEAD + body)
     from_json = load(json.dumps(value), name="kiln.json")
     from_toml = load(body)

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -351,6 +352,12 @@ def test_parse_object_names_the_type() -> None:
     for text, name in ((b"[]", "an array"), (b"null", "null"), (b"true", "a boolean"), (b"1", "a number")):
         with pytest.raises(JsonFault, match=f"expected an object, found {name}"):
             strict_json.parse_object(text)
+
+
+def test_numbers_of_parse_object_are_plain_at_any_depth() -> None:
+    found = strict_json.parse_object(b'{"a":[1e16,{"b":-1e300}],"c":1e30}')
+    assert found == {"a": [1e16, {"b": -1e300}], "c": 1e30}
+    assert msgspec.to_builtins(found) == found
 
 
 # --- duplicate keys

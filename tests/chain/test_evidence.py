@@ -445,6 +445,18 @@ def test_a_document_damaged_in_any_field_is_a_failing_claim(name: str, mine: Pat
     assert not faults, "\n".join(faults)
 
 
+def test_numbers_beyond_1e16_are_read_as_others_are(admitted: Path, copy_of: Callable[..., Path], kiln: Kiln) -> None:
+    project = copy_of(admitted)
+    config = project / "kiln.toml"
+    config.write_text(config.read_text(encoding="utf-8").replace("learning_rate = 0.01", "learning_rate = 1e30"))
+    assert kiln("train", config, "--out", project / RUN).code == 1, "its losses are no numbers any more"
+    assert b"1e+30" in (project / RUN / "train_receipt.json").read_bytes()
+    assert verify(kiln, project / RUN, "--require-all") == Verdict(0, [], [])
+    for command in ("status", "validate"):
+        done = kiln(command, project / RUN)
+        assert done.code == 0, done.err
+
+
 @pytest.mark.parametrize("command", ["status", "report", "validate", "diff"])
 def test_no_command_believes_a_receipt_damaged_in_a_field(command: str, mine: Path, kiln: Kiln) -> None:
     path = mine / RUN / "train_receipt.json"

@@ -192,7 +192,7 @@ def test_a_renamed_checkpoint_is_refused(copy: Path) -> None:
         ("progress.global_step", 7, "imply another step"),
         ("progress.cursor_in_epoch", 3, "imply another step"),
         ("progress.data_order", [0, 1, 2, 3], "data_order is not the order that the seed gives"),
-        ("progress.data_order", [], "data_order is not the order that the seed gives"),
+        ("progress.data_order", [], "data_order has 0 rows of 4 in epoch 1"),
         ("data.content_sha256", "sha256:" + "c" * 64, "content_sha256 is malformed"),
         ("data.item_count", 0, "item_count is 0"),
         ("rng_states.epoch-order.seed", "43", "data_order is not the order that the seed gives"),
@@ -250,6 +250,14 @@ def test_equal_things_have_no_differences(trainer: Trainer, directory: Path) -> 
     manifest = load_checkpoint(list_checkpoints(directory)[0][1]).manifest
     assert differences(trainer.binding, manifest) == []
     require_same(trainer.binding, manifest, "it")
+
+
+def test_a_number_beyond_1e16_is_bound_as_others_are(trainer: Trainer, copy: Path) -> None:
+    manifest = json.loads((copy / MANIFEST).read_bytes())
+    manifest["optimizer"]["hyperparameters"]["lr"] = 1e30
+    (copy / MANIFEST).write_bytes(document(manifest))
+    (found,) = differences(trainer.binding, load_checkpoint(copy).manifest)
+    assert (found.what, found.checkpoint_value) == ("optimizer.lr", "1e+30")
 
 
 def test_all_differences_are_gathered_in_order_with_both_values(trainer: Trainer, directory: Path) -> None:
