@@ -623,6 +623,59 @@ def test_make_looks_again_where_rows_are_newer(made: Path, copy_of: Callable[...
     assert "admit out/first.toml" in done.stdout and "export" not in done.stdout
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_make_looks_again_where_a_tokenizer_file_is_newer(made: Path, copy_of: Callable[..., Path], name: str) -> None:
+    project = copy_of(made)
+    (project / "model" / name).touch()
+    done = make(project)
+    assert done.returncode == 0, done.stderr
+    assert all(f"admit out/{step}.toml" in done.stdout for step in ("first", "second"))
+    assert " train " not in done.stdout and "export" not in done.stdout
+
+
+def test_make_looks_again_where_a_template_is_newer(fresh: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
+    project = copy_of(fresh)
+    (project / "model" / "chat_template.jinja").rename(project / "own.jinja")
+    edit(project, 'id = "tiny-llama"\n', 'id = "tiny-llama"\n[admit]\ntemplate = "own.jinja"\n')
+    make_file(kiln, project)
+    goal = "out/first/admit_manifest.json"
+    assert [make(project, goal).returncode for _ in range(2)] == [0, 0]
+    assert "admit " not in make(project, goal).stdout
+    before = admit_manifest(project)
+    text = (project / "own.jinja").read_text()
+    (project / "own.jinja").write_text("{# another #}" + text)
+    done = make(project, goal)
+    assert done.returncode == 0 and "admit out/first.toml" in done.stdout, done.stderr
+    assert admit_manifest(project) != before
+
+
+def admit_manifest(project: Path) -> bytes:
+    return (project / OUT / "first" / "admit_manifest.json").read_bytes()
+
+
+def test_make_trains_again_on_another_adapter_of_no_step(
+    carried_out: Path, kiln: Kiln, copy_of: Callable[..., Path]
+) -> None:
+    project = copy_of(carried_out)
+    shutil.copytree(project / OUT / "first" / "train" / "adapter", project / "given")
+    second = project / OUT / "second" / "train" / "adapter" / "adapter_model.safetensors"
+    another = second.read_bytes()
+    shutil.rmtree(project / OUT)
+    edit(project, 'name = "first"\n', 'name = "first"\nbase_adapter = "given"\n')
+    make_file(kiln, project)
+    goal = "out/first/train_receipt.json"
+    done = make(project, goal)
+    assert done.returncode == 0, done.stderr
+    assert " train " not in make(project, goal).stdout
+    before = receipt(project, "first")["adapters"]
+    (project / "given" / "adapter_model.safetensors").write_bytes(another)
+    done = make(project, goal)
+    assert done.returncode == 0 and " train " in done.stdout, done.stderr
+    now = receipt(project, "first")["adapters"]
+    assert now["base"]["content_sha256"] != before["base"]["content_sha256"]
+    assert now["output"]["content_sha256"] != before["output"]["content_sha256"]
+
+
 def test_a_recipe_goes_on_with_what_make_has_done(made: Path, kiln: Kiln, copy_of: Callable[..., Path]) -> None:
     """Rows that lie in a file are the same to both; those of the recipe itself are a file to Make."""
     project = copy_of(made)

@@ -16,12 +16,15 @@ import tomli_w
 
 from kiln_cli.config import SCHEMA, LoadedConfig, RunConfig, fill_in_distillation
 from kiln_cli.errors import KilnError
-from kiln_cli.manifests import relative_base
+from kiln_cli.manifests import RECEIPT_NAME, relative_base
 from kiln_cli.sections import without_none
 from kiln_cli.text import printable
+from kiln_stages.admitting.model_files import TOKENIZER_FILES
 from kiln_stages.distilling.registry import FILE_NAME as TEACHERS
 from kiln_stages.recipes.placing import Merging, Placed, Training, place_steps
 from kiln_stages.recipes.recipe_file import Recipe
+from kiln_stages.training.base_adapter import CONFIG as ADAPTER_CONFIG
+from kiln_stages.training.base_adapter import MODEL as ADAPTER_MODEL
 
 LONGEST_LINE = 100_000  # bytes of one line of a file: a system hands a shell no argument beyond 128 KiB
 TOGETHER = 8_000  # bytes of lines that one command writes
@@ -83,25 +86,37 @@ def _rules(placed: Placed) -> str:
         config = config.replace("admit", file=os.path.relpath(file, config.base_dir))
         made = _file_rule(file, (text.decode("utf-8") for text in given.texts))
     made += _file_rule(_beside(placed, "toml"), _settings(config, placed.run.parent).splitlines())
-    base = placed.run.parent / placed.step.base if placed.step.base is not None else None
     return made + TRAINING.format(
         run=_path(placed.run),
         config=_path(_beside(placed, "toml")),
         rows="".join(f" {name}" for name in _watched(placed, file)),
-        base=f" {_path(base)}/train_receipt.json" if base is not None else "",
+        base="".join(f" {_path(path)}" for path in _base(placed)),
     )
+
+
+def _base(training: Training) -> list[Path]:
+    """What is written last of the adapter that the step begins with, or the files of one that no step makes."""
+    if training.step.base is not None:
+        return [training.run.parent / training.step.base / RECEIPT_NAME]
+    if (path := training.config.run.train.base_adapter) is not None:
+        return [training.config.resolve(path) / name for name in (ADAPTER_CONFIG, ADAPTER_MODEL)]
+    return []
 
 
 def _watched(training: Training, file: Path | None) -> Iterator[str]:
     """What admission looks again for where it is newer; with FORCE it looks each time. ``file``: of the rows."""
     if training.keeps_its_rows:
         return  # they end when they are trained into, and cannot be admitted a second time
+    config = training.config
+    tokenizer = [config.model_dir() / name for name in TOKENIZER_FILES]
+    template = config.base_dir / config.run.admit.template  # one of the model or of a plugin is no file
+    yield from (_path(path) for path in [*tokenizer, template] if path.is_file())
     if file is not None:
         yield _path(file)
     if training.step.kind == "opd":  # its teacher may have been pinned anew
-        yield _path(training.config.resolve(training.config.run.admit.registry) / TEACHERS)
+        yield _path(config.resolve(config.run.admit.registry) / TEACHERS)
     # A data set, a file within a directory and what is held out may have changed, and no time of a file says so.
-    if file is None or file.is_dir() or training.config.run.admit.held_out:
+    if file is None or file.is_dir() or config.run.admit.held_out:
         yield "FORCE"
 
 
