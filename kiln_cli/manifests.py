@@ -69,7 +69,12 @@ def read_ingestion(path: Path) -> IngestionReceipt:
 
 
 def damaged(path: Path, detail: str) -> KilnError:
-    return KilnError("KLN206", f"{printable(path)}: {printable(detail)}", hint="run the stage that writes it again")
+    hint = "run the stage that writes it again"
+    if path.name == RECEIPT_NAME:
+        hint = (
+            f"`kiln resume {printable(path.parent)}` writes it anew from a checkpoint, `kiln train --fresh` from none"
+        )
+    return KilnError("KLN206", f"{printable(path)}: {printable(detail)}", hint=hint)
 
 
 def reference(

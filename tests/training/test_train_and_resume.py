@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kiln_stages import resume, train, verify_receipt
+from kiln_stages import resume, status, train, verify_receipt
 from kiln_stages.training import loop
 from kiln_stages.training.checkpoint import list_checkpoints
 from kiln_stages.training.loop import StepRecord
@@ -138,6 +138,41 @@ def test_a_killed_training_is_cut_back_to_its_checkpoint(run_copy: Made, finishe
     result = resume.run(load_config(out / "config.resolved.toml"), out, plugins)
     assert result.resumed_from == 8
     assert log.read_bytes() == (finished[1] / "train" / "metrics.jsonl").read_bytes()
+
+
+DAMAGE = {
+    "changed": lambda data: data.replace(b'"steps": 12', b'"steps": 13'),
+    "cut short": lambda data: data[:-100],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_receipt_is_told_and_written_anew(
+    damage: Callable[[bytes], bytes],
+    run_copy: Made,
+    finished: Made,
+    plugins: Plugins,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, out = run_copy
+    path = out / "train_receipt.json"
+    whole, broken = path.read_bytes(), damage(path.read_bytes())
+    assert whole != broken
+    path.write_bytes(broken)
+    with pytest.raises(KilnError, match=r"train_receipt.json: ") as caught:
+        status.run(out)
+    assert caught.value.code == "KLN206" and f"`kiln resume {out}`" in str(caught.value.hint)
+    with pytest.raises(KilnError, match="holds this training, unfinished"):
+        train.run(config, out, plugins)
+    assert path.read_bytes() == broken
+    resume.run(config, out, plugins)
+    assert "train_receipt.json: " in (told := capsys.readouterr().err) and "it is taken for none" in told
+    assert read_receipt(path).content_sha256 == read_receipt(finished[1] / "train_receipt.json").content_sha256
+    path.write_bytes(broken)
+    train.run(config, out, plugins, fresh=True)
+    assert read_receipt(path).content_sha256 == read_receipt(finished[1] / "train_receipt.json").content_sha256
+    (aside,) = out.glob("train.*/train_receipt.json")
+    assert aside.read_bytes() == broken
 
 
 def test_a_log_that_is_not_the_checkpoints_is_refused(run_copy: Made, plugins: Plugins) -> None:

@@ -25,7 +25,7 @@ from kiln_cli.manifests import (
     relative_base,
 )
 from kiln_cli.receipts import EchoBlock, Held, OpdBlock, TrainReceipt
-from kiln_cli.terminal import Progress, Speed, table
+from kiln_cli.terminal import Progress, Speed, table, terminal
 from kiln_cli.text import printable
 from kiln_stages.correcting.marking import Marking
 from kiln_stages.evidence.model_card import adapter_card
@@ -115,11 +115,18 @@ def _distillation_rows(receipt: TrainReceipt) -> list[list[object]]:
 
 
 def finished(inputs: Inputs) -> TrainReceipt | None:
-    """The receipt of this very training, if it is there and its outputs are still what it says."""
+    """The receipt of this very training, if it is there and its outputs are still what it says.
+
+    One that is damaged is told, and taken for none: a training that goes on or begins again writes it anew.
+    """
     path = inputs.out / RECEIPT_NAME
     if not path.exists():
         return None
-    receipt = read_receipt(path)
+    try:
+        receipt = read_receipt(path)
+    except KilnError as error:
+        terminal.warn(f"{error.message}; it is taken for none")
+        return None
     if receipt.status != "success" or not _is_of(receipt, inputs):
         return None
     for ref in receipt.outputs:
