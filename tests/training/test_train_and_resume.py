@@ -175,6 +175,31 @@ def test_a_damaged_receipt_is_told_and_written_anew(
     assert aside.read_bytes() == broken
 
 
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_receipt_does_not_keep_status_from_a_training_that_goes_on(
+    damage: Callable[[bytes], bytes],
+    run_copy: Made,
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, out = run_copy
+    path = out / "train_receipt.json"
+    path.write_bytes(damage(path.read_bytes()))
+    states = []
+
+    def watched(*args: object, **kwargs: object) -> Iterator[StepRecord]:
+        for record in loop.train(*args, **kwargs):  # type: ignore[arg-type]
+            states.append(status.run(out).state)
+            yield record
+
+    monkeypatch.setattr("kiln_stages.training.trainer.train", watched)
+    resume.run(config, out, plugins, checkpoint=list_checkpoints(out / "train")[-1][1].name)
+    assert states == ["running"] * 4
+    assert f"{path} is damaged and removed" in capsys.readouterr().err
+    assert read_receipt(path).status == "success"
+
+
 def test_a_log_that_is_not_the_checkpoints_is_refused(run_copy: Made, plugins: Plugins) -> None:
     config, out = run_copy
     _forget_the_end(out)
