@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kiln_cli import ChatRow, RowFault, Source, hookimpl
+from kiln_cli import ChatRow, RowFault, Source, hookimpl, strict_json
 from kiln_cli.chat import misfit
 from kiln_cli.chat_fields import chat_row, text
 from kiln_cli.counting import counted
@@ -115,7 +115,8 @@ def _convert_prepared(record: dict[str, Any]) -> ChatRow:
     try:
         row = native_row(msgspec.convert(record, PreparedExample))
     except msgspec.ValidationError as error:
-        raise RowFault("invalid_json", f"wrong_type: no prepared example: {printable(error)}") from None
+        found = str(error).replace(strict_json.WideDouble.__name__, float.__name__)  # a detail of the parser
+        raise RowFault("invalid_json", f"wrong_type: no prepared example: {printable(found)}") from None
     ignored = {
         f"{field}[].{key}"
         for field, kind in (("tools", Tool), ("gold_calls", Call))

@@ -260,6 +260,11 @@ def test_the_vector_of_prepared_examples() -> None:
     assert found.sha256() == to_chat_row(example(), "native").sha256()
 
 
+def test_a_wide_number_where_a_prepared_example_has_text_is_called_a_float() -> None:
+    record = strict_json.parse(msgspec.json.encode(as_object(example()) | {"query": 1e30}))
+    assert "Expected `str`, got `float` - at `$.query`" in str(fault(PREPARED, record).detail)
+
+
 # --- what is refused, and how it is named
 
 REFUSED: list[tuple[Source, dict[str, Any], str, str]] = [
