@@ -185,7 +185,8 @@ def test_a_damaged_receipt_does_not_keep_status_from_a_training_that_goes_on(
 ) -> None:
     config, out = run_copy
     path = out / "train_receipt.json"
-    path.write_bytes(damage(path.read_bytes()))
+    broken = damage(path.read_bytes())
+    path.write_bytes(broken)
     states = []
 
     def watched(*args: object, **kwargs: object) -> Iterator[StepRecord]:
@@ -196,7 +197,8 @@ def test_a_damaged_receipt_does_not_keep_status_from_a_training_that_goes_on(
     monkeypatch.setattr("kiln_stages.training.trainer.train", watched)
     resume.run(config, out, plugins, checkpoint=list_checkpoints(out / "train")[-1][1].name)
     assert states == ["running"] * 4
-    assert f"{path} is damaged and removed" in capsys.readouterr().err
+    assert f"{path} is damaged and kept as train_receipt.damaged.json" in capsys.readouterr().err
+    assert (out / "train_receipt.damaged.json").read_bytes() == broken
     assert read_receipt(path).status == "success"
 
 

@@ -45,6 +45,7 @@ from kiln_stages.training.trainer import Outcome, Trainer, train_adapter
 from kiln_stages.training.training_file import TRAINING_NAME, TRAINING_SCHEMA, HeldOutLoss, Training
 
 REMOVALS_SHOWN = 8  # steps of removed checkpoints that a line names
+DAMAGED_RECEIPT = "train_receipt.damaged.json"
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,17 +174,19 @@ def _read_if_readable(path: Path) -> TrainReceipt | None:
         return None  # damaged: no receipt of anything
 
 
-def discard_receipt_of_no_training(out: Path) -> None:
-    """Before steps are made: the receipt of a failed attempt speaks of a loss log that is about to change, and with one
-    that is damaged `kiln status` could not tell how far the training is."""
+def make_way_for_receipt(out: Path) -> None:
+    """Before steps are made: the receipt of a failed attempt goes, since it speaks of a loss log that is about to
+    change. One that is damaged is kept under another name; `kiln status` could not tell how far the training is."""
     path = out / RECEIPT_NAME
     receipt = _read_if_readable(path)
     if not path.exists() or (receipt is not None and receipt.status != "failed"):
         return
-    if receipt is None:
-        terminal.warn(f"{printable(path)} is damaged and removed")
     with writing(path):
-        FS.unlink(path)
+        if receipt is None:
+            terminal.warn(f"{printable(path)} is damaged and kept as {DAMAGED_RECEIPT}")
+            FS.replace(path, out / DAMAGED_RECEIPT)
+        else:
+            FS.unlink(path)
         FS.sync_directory(out)
 
 
@@ -191,7 +194,7 @@ def move_aside(out: Path) -> Path | None:
     """Moves ``train/`` and its receipt to ``train.<digest8>``. None where there is nothing to move."""
     directory, receipt = out / "train", out / RECEIPT_NAME
     if not directory.exists():
-        discard_receipt_of_no_training(out)  # of a training that left nothing else
+        make_way_for_receipt(out)  # of a training that left nothing else
     if not directory.exists() and not receipt.exists():
         return None
     path = directory / TRAINING_NAME
@@ -218,7 +221,7 @@ def run_steps(
     """Trains what is left; a signal settles the step and publishes a checkpoint. The number is that signal's."""
     total, done = trainer.plan.total_steps, trainer.state.global_step
     kept_lines(inputs.out / LOSS_LOG, trainer.state.loss_history)  # or nothing begins, and nothing goes
-    discard_receipt_of_no_training(inputs.out)
+    make_way_for_receipt(inputs.out)
     with settle_on_signals() as stop, progress.task("train", total, "steps", done) as task:
         speed = Speed()
 
