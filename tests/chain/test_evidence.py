@@ -414,8 +414,11 @@ def places(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | i
 
 
 def damaged(value: Any, place: tuple[str | int, ...]) -> Iterator[Any]:
-    """The document with a value of another type there, and with the value under another key."""
+    """The document with a value of another type there, a number below zero where it was none, and the value under
+    another key."""
     *outer, key = place
+    if isinstance(functools.reduce(lambda inner, step: inner[step], place, value), int | float):
+        yield next(beyond_bounds(value, place))
     for rename in (False, True) if isinstance(key, str) else (False,):
         changed = copy.deepcopy(value)
         holder = functools.reduce(lambda inner, step: inner[step], outer, changed)

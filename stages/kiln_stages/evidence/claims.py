@@ -26,6 +26,9 @@ from kiln_stages.training.checkpoint_manifest import ABSENT, flatten
 Status = Literal["holds", "fails", "not checkable here", "not checked"]
 MARKS: dict[Status, str] = {"holds": "ok  ", "fails": "FAIL", "not checkable here": "n/a ", "not checked": "--  "}
 
+# What a check meets in a document that has another form than it expects.
+OF_ANOTHER_FORM = (msgspec.MsgspecError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
 
 class Claim(msgspec.Struct, frozen=True):
     """``name`` says what is claimed, ``detail`` why it fails or cannot be checked."""
@@ -57,7 +60,7 @@ def claim(name: str, check: Callable[[], str]) -> Claim:
         return Claim(name, "not checkable here", str(error))
     except KilnError as error:
         return Claim(name, "fails", error.message)
-    except (msgspec.MsgspecError, LookupError, TypeError, AttributeError, ValueError) as error:  # of another form
+    except OF_ANOTHER_FORM as error:
         return Claim(name, "fails", f"cannot be read: {printable(f'{type(error).__name__}: {error}')}")
     return Claim(name, "fails" if detail else "holds", detail)
 
